@@ -1,0 +1,1 @@
+"""Cost, roofline and time model."""

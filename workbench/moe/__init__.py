@@ -1,0 +1,1 @@
+"""The distributed MoE layer: plan, peer groups, pipelines."""
