@@ -1,0 +1,217 @@
+"""A case: one MoE workload on one system; the id grammar; the matrix of the published study.
+
+Legend: T tokens per GPU, D hidden width, E routed experts in all, K experts per token (top-k),
+F expert width, ep expert-parallel degree, E_local = E / ep. Field names are those of the
+published result file, so a case, a record and a table row say the same thing with the same word.
+
+An id is `{backend}-{mode}-ep{ep}-{precision}-{pipeline}-{category}-{label}-F{F}`, where label is
+`i<imbalance>` or the name of a load profile. What the published grammar leaves out is appended
+where it differs from the study: `-T512`, `-D1024`, `-E32`, `-K2`, `-S0`, `-slot1`, `-scratch4`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pandas as pd
+
+from workbench.errors import InputError
+
+STUDY_SHAPE: Mapping[str, int] = {"T": 2048, "D": 7168, "E": 384, "K": 6, "sharedExperts": 1}
+"""Shape of the published GB300 study (2026-10-16); every one of its cases has it."""
+
+PROFILES: Mapping[str, tuple[float, ...]] = {
+    "A": (7.5, 2.5, 4.5, 0.6, 1.8, 0.9, 2.2, 0.7, 1.6, 0.8),
+    "B": (0.7, 5.8, 1.2, 0.6, 3.6, 1, 7.2, 0.8, 2.3, 0.7),
+}
+"""Imbalance factor of each of 10 layers in the study's packing cases."""
+
+PIPELINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "dist_moe": {"standard": ("bf16",), "staged": ("mxfp8",), "mega": ("mxfp8",)},
+    "mok": {"native": ("bf16", "mxfp8")},
+    "baseline": {"alltoall": ("bf16",)},
+}
+"""backend -> pipeline -> precisions it runs in."""
+
+MODES = ("inference", "training")
+CATEGORIES = ("single_layer", "width", "packing")
+
+_SUFFIXES = {
+    "T": "T",
+    "D": "D",
+    "E": "E",
+    "K": "K",
+    "S": "sharedExperts",
+    "slot": "slotFactor",
+    "scratch": "scratchFactor",
+}
+_ID = re.compile(
+    r"(?P<backend>\w+)-(?P<mode>\w+)-ep(?P<ep>\d+)-(?P<precision>\w+)-(?P<pipeline>\w+)"
+    r"-(?P<category>\w+)-(?:i(?P<imbalance>\d+(?:\.\d+)?)|(?P<profile>[A-Za-z]\w*))-F(?P<F>\d+)"
+    r"(?P<rest>(?:-(?:T|D|E|K|S|slot|scratch)\d+(?:\.\d+)?)*)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One workload on one system. Checked when built; raises InputError.
+
+    `imbalance` is the load of rank 0 over the mean load and applies to a case without a profile.
+    `factors` has one such factor per layer; it follows from `profile` (a name in PROFILES) or
+    `imbalance`, and is given only with a profile of the user's own; so does `layers`. `slotFactor` and
+    `scratchFactor` size the activation slot and the scratch frame of dist_moe in training, and
+    the rows that mok retains (slotFactor), as multiples of the balanced load.
+    """
+
+    backend: str
+    mode: str
+    ep: int
+    precision: str
+    pipeline: str
+    category: str = "single_layer"
+    F: int = 3072
+    imbalance: float = 1.0
+    profile: str | None = None
+    layers: int = 0
+    factors: tuple[float, ...] = ()
+    T: int = STUDY_SHAPE["T"]
+    D: int = STUDY_SHAPE["D"]
+    E: int = STUDY_SHAPE["E"]
+    K: int = STUDY_SHAPE["K"]
+    sharedExperts: int = STUDY_SHAPE["sharedExperts"]
+    slotFactor: float = 2.5
+    scratchFactor: float = 8.0
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, PIPELINES)
+        _one_of(f"pipeline of {self.backend}", self.pipeline, PIPELINES[self.backend])
+        allowed = PIPELINES[self.backend][self.pipeline]
+        _one_of(f"precision of {self.backend} {self.pipeline}", self.precision, allowed)
+        _one_of("mode", self.mode, MODES)
+        _one_of("category", self.category, CATEGORIES)
+        for name in ("ep", "F", "T", "D", "E", "K"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        _check(self.sharedExperts >= 0, "sharedExperts", self.sharedExperts, "must not be negative")
+        _check(self.slotFactor >= 0, "slotFactor", self.slotFactor, "must not be negative")
+        _check(self.scratchFactor > 0, "scratchFactor", self.scratchFactor, "must be positive")
+        _check(self.E % self.ep == 0, "E", self.E, f"must be divisible by ep={self.ep}")
+        _check(self.K <= self.E, "K", self.K, f"must be at most E={self.E}")
+        _check(
+            (self.profile is not None) == (self.category == "packing"),
+            "profile",
+            self.profile,
+            f"must {'' if self.category == 'packing' else 'not '}be given for {self.category}",
+        )
+        if not self.factors:
+            if self.profile is None:
+                factors: tuple[float, ...] = (float(self.imbalance),)
+            else:
+                _one_of("profile (or give its factors)", self.profile, PROFILES)
+                factors = PROFILES[self.profile]
+            object.__setattr__(self, "factors", factors)
+        if not self.layers:
+            object.__setattr__(self, "layers", len(self.factors))
+        _check(self.layers == len(self.factors), "layers", self.layers,
+               f"must be the number of layer factors, {len(self.factors)}")  # fmt: skip
+        for factor in self.factors:
+            check_factor(factor, ep=self.ep, E=self.E, K=self.K)
+
+    @property
+    def label(self) -> str:
+        return self.profile if self.profile is not None else f"i{self.imbalance:g}"
+
+    @property
+    def id(self) -> str:
+        head = (
+            f"{self.backend}-{self.mode}-ep{self.ep}-{self.precision}-{self.pipeline}"
+            f"-{self.category}-{self.label}-F{self.F}"
+        )
+        return head + "".join(
+            f"-{short}{getattr(self, name):g}"
+            for short, name in _SUFFIXES.items()
+            if getattr(self, name) != _DEFAULTS[name]
+        )
+
+    @classmethod
+    def from_id(cls, text: str, **given: Any) -> "Case":
+        """The case that `text` names; `given` supplies fields that an id does not state
+        (the shape, a profile's own factors). Raises InputError on text that is no id."""
+        return cls(**{**given, **parse_id(text)})
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Case)}
+
+
+def parse_id(text: str) -> dict[str, Any]:
+    """The fields that an id states, by name, unchecked. Raises InputError on text that is no id."""
+    match = _ID.fullmatch(text)
+    if match is None:
+        raise InputError(
+            f"id={text!r} must read {{backend}}-{{mode}}-ep{{ep}}-{{precision}}-{{pipeline}}"
+            "-{category}-{i<imbalance>|<profile>}-F{F}"
+        )
+    stated: dict[str, Any] = {k: v for k, v in match.groupdict().items() if v is not None}
+    for part in stated.pop("rest").split("-")[1:]:
+        short, number = re.fullmatch(r"([A-Za-z]+)([\d.]+)", part).groups()  # type: ignore[union-attr]
+        stated[_SUFFIXES[short]] = float(number) if short in ("slot", "scratch") else int(number)
+    for name in ("ep", "F"):
+        stated[name] = int(stated[name])
+    if "imbalance" in stated:
+        stated["imbalance"] = float(stated["imbalance"])
+    return stated
+
+
+def check_factor(factor: float, *, ep: int, E: int, K: int) -> None:
+    """Raises InputError unless a rank of `ep` can receive `factor` times the mean load.
+
+    A token's K experts are distinct, so at most min(K, E/ep) of them lie on one rank.
+    """
+    largest = ep * min(K, E // ep) / K
+    if ep == 1:
+        _check(factor == 1, "imbalance", factor, "must be 1 at ep=1")
+    _check(0 <= factor <= largest, "imbalance", factor,
+           f"must lie between 0 and {largest:g} (ep * min(K, E/ep) / K at ep={ep}, E={E}, K={K})")  # fmt: skip
+
+
+def case_table(cases: Iterable[Case]) -> pd.DataFrame:
+    """One row per case with every field of Case and its id as columns."""
+    names = [f.name for f in fields(Case)]
+    rows = [{"id": case.id} | {name: getattr(case, name) for name in names} for case in cases]
+    return pd.DataFrame(rows, columns=["id", *names])
+
+
+def reference_matrix() -> list[Case]:
+    """The 110 cases of the published GB300 study, in the order of its file."""
+    cases = []
+    for mode, eps, width_ep in (("inference", (8, 16), 16), ("training", (32, 64), 64)):
+        for ep in eps:
+            for backend, pipelines in PIPELINES.items():
+                if backend == "baseline":
+                    continue
+                for pipeline, precisions in pipelines.items():
+                    for precision in precisions:
+                        system: dict[str, Any] = {
+                            "backend": backend, "mode": mode, "ep": ep,
+                            "precision": precision, "pipeline": pipeline,
+                        }  # fmt: skip
+                        cases += [Case(**system, imbalance=float(i)) for i in (1, 4, 8)]
+                        if ep == width_ep:
+                            cases += [Case(**system, category="width", F=F)
+                                      for F in (1536, 3072, 6144)]  # fmt: skip
+                        if mode == "training":
+                            cases += [Case(**system, category="packing", profile=profile)
+                                      for profile in PROFILES]  # fmt: skip
+    return sorted(
+        cases,
+        key=lambda c: (c.mode, str(c.ep), c.precision, c.pipeline, c.category, c.label, c.F),
+    )
+
+
+def _check(ok: bool, field: str, value: object, rule: str) -> None:
+    if not ok:
+        raise InputError(f"{field}={value} {rule}")
+
+
+def _one_of(field: str, value: object, known: Iterable[str]) -> None:
+    _check(value in known, field, repr(value), f"must be one of {', '.join(known)}")
