@@ -33,7 +33,9 @@ class RankRows(NamedTuple):
         return np.maximum(self.rank0, self.others_max)
 
 
-def rank_rows(*, T: npt.ArrayLike, K: npt.ArrayLike, ep: npt.ArrayLike, factor: npt.ArrayLike) -> RankRows:  # fmt: skip
+def rank_rows(
+    *, T: npt.ArrayLike, K: npt.ArrayLike, ep: npt.ArrayLike, factor: npt.ArrayLike
+) -> RankRows:
     """Rows of rank 0 and of the others at an imbalance factor; arguments broadcast."""
     balanced = np.asarray(T, np.int64) * np.asarray(K, np.int64)
     ranks = np.asarray(ep, np.int64)
