@@ -25,7 +25,10 @@ from workbench.report.theme import (
 Axis = dict[str, Any]
 """Properties of a plotly axis; `title` is a text that ends with the unit in brackets."""
 
-_LEFT, _RIGHT, _TOP, _GAP, _BOTTOM = 50, 10, 48, 16, 44
+_LEFT, _RIGHT, _TITLE, _PANEL_TITLE, _GAP, _BOTTOM = 50, 10, 32, 16, 16, 44
+_LEGEND_TITLE, _LEGEND_ROW, _LEGEND_MARK = 20, 19, 45
+"""What plotly takes for the title of a legend, a row, and beside the text of an entry, px."""
+
 _TICKS_125 = [m * 10.0**e for e in range(-4, 7) for m in (1, 2, 5)]
 
 LOG = {"type": "log", "tickvals": _TICKS_125, "ticktext": [f"{v:g}" for v in _TICKS_125]}
@@ -48,14 +51,15 @@ def grid(
     rows = 1 if own_y else len(ys)
     gap = left + 4 if own_y else _GAP
     width = max(width, left + _RIGHT + len(xs) * 100)
+    top = _TITLE + _PANEL_TITLE * any(name for name, _ in xs)
     inner_w, inner_h = width - left - _RIGHT, rows * panel_height + (rows - 1) * _GAP
     panel_w = (inner_w - (len(xs) - 1) * gap) / len(xs)
     layout: dict[str, Any] = {
         "template": TEMPLATE,
-        "title": {"text": f"<b>{title}</b>", "y": 1, "yanchor": "top", "pad": {"t": 8}},
+        "title": {"text": f"<b>{title}</b>"},
         "width": width,
-        "height": _TOP + inner_h + bottom,
-        "margin": {"l": left, "r": _RIGHT, "t": _TOP, "b": bottom, "pad": 0},
+        "height": top + inner_h + bottom,
+        "margin": {"l": left, "r": _RIGHT, "t": top, "b": bottom, "pad": 0},
         "annotations": [],
     }
     for n, (name, axis) in enumerate(xs):
@@ -67,13 +71,13 @@ def grid(
         if name:
             layout["annotations"].append(
                 {"text": name, "x": start + panel_w / inner_w / 2, "xref": "paper", "y": 1,
-                 "yref": "paper", "yanchor": "bottom", "showarrow": False,
+                 "xanchor": "center", "yref": "paper", "yanchor": "bottom", "showarrow": False,
                  "font": {"size": TEXT}}
             )  # fmt: skip
     for n, axis in enumerate(ys):
-        top = 1 if own_y else 1 - n * (panel_height + _GAP) / inner_h
+        end = 1 if own_y else 1 - n * (panel_height + _GAP) / inner_h
         layout[f"yaxis{n + 1 if n else ''}"] = _titled(axis) | {
-            "domain": [0 if own_y else max(top - panel_height / inner_h, 0), top],
+            "domain": [0 if own_y else max(end - panel_height / inner_h, 0), end],
             "anchor": f"x{n + 1 if own_y and n else ''}",
         }
     return go.Figure(layout=layout)
@@ -137,13 +141,15 @@ def bars(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, column: int = 0, r
 def ticks_over_bars(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, name: str,
                     row: int = 0, panel: str = "") -> None:  # fmt: skip
     """A short black line over each of the grouped bars, all under one `name` in the legend."""
+    slots = frame[x].nunique() * frame["series"].nunique() / 0.7
+    bar = (fig.layout.width - fig.layout.margin.l - fig.layout.margin.r) / max(slots, 1)
     for group, _, rows in series(frame[frame[y].notna()]):
         add(
             fig,
             go.Scatter(
                 x=rows[x], y=rows[y], name=name, mode="markers", meta=f"{panel}, {group}",
                 customdata=rows["id"], offsetgroup=group,
-                marker={"symbol": "line-ew", "size": 10, "color": INK,
+                marker={"symbol": "line-ew", "size": 0.6 * bar, "color": INK,
                         "line": {"width": 2, "color": INK}},
                 hovertemplate="%{customdata}<br>%{y:.4g}<extra></extra>",
             ),
@@ -165,13 +171,14 @@ def rule(fig: go.Figure, x: Sequence[float], y: Sequence[Any], name: str, dash: 
 def legend(fig: go.Figure, title: str = LEGEND_TITLE) -> go.Figure:
     """The legend below the panels; the figure grows by its height. Call it last."""
     names = [trace.name for trace in fig.data if trace.showlegend]
-    entry = 34 + 0.62 * SMALL * max(map(len, names), default=1)
-    per_row = max(1, int((fig.layout.width - 12) // (entry + 4)))
-    height = 20 + 15 * math.ceil(len(names) / per_row)
+    entry = 0.56 * SMALL * max(map(len, names), default=1)
+    margin = fig.layout.margin
+    per_row = max(1, int((fig.layout.width - margin.l - margin.r) // (entry + _LEGEND_MARK)))
+    height = _LEGEND_TITLE + _LEGEND_ROW * math.ceil(len(names) / per_row)
     fig.update_layout(
-        legend={"title": {"text": title}, "entrywidth": entry - 34},
+        legend={"title": {"text": title}, "entrywidth": entry, "x": 6 / fig.layout.width},
         height=fig.layout.height + height,
-        margin={"b": fig.layout.margin.b + height},
+        margin={"b": margin.b + height},
     )
     return fig
 
@@ -180,10 +187,10 @@ def empty(title: str, message: str) -> go.Figure:
     """A figure that says why it shows nothing."""
     fig = go.Figure(layout={"template": TEMPLATE, "width": COLUMN, "height": 140})
     return fig.update_layout(
-        title={"text": f"<b>{title}</b>", "y": 1, "yanchor": "top", "pad": {"t": 8}},
+        title={"text": f"<b>{title}</b>"},
         xaxis={"visible": False},
         yaxis={"visible": False},
-        margin={"l": _RIGHT, "r": _RIGHT, "t": _TOP, "b": _RIGHT},
+        margin={"l": _RIGHT, "r": _RIGHT, "t": _TITLE, "b": _RIGHT},
         annotations=[{"text": message, "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper",
                       "yref": "paper"}],
     )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
+from workbench.case import CATEGORIES
 from workbench.hardware import Hardware
 from workbench.report import figures_model, figures_packing, tables
 from workbench.report.draw import LOG, Axis, add, bars, empty, grid, legend, lines, rule
@@ -24,7 +25,7 @@ __all__ = ["FIGURES", "FigureSpec", "all_figures"]
 
 def headline(table: pd.DataFrame) -> go.Figure:
     """Geometric mean of mok time over dist_moe time by group, with the range of the pairs."""
-    title = "How much faster dist_moe is than mok"
+    title = "mok time over dist_moe time, by group"
     groups = tables.headline(table)
     if groups.empty:
         return empty(title, "no pair of dist_moe and mok in this selection")
@@ -33,7 +34,7 @@ def headline(table: pd.DataFrame) -> go.Figure:
     y: Axis = {"title": "group (number of pairs) [-]", "categoryarray": names[::-1],
                "range": [-0.6, len(names) - 0.4]}  # fmt: skip
     fig = grid(title, [("", {"title": RATIO, "range": span})], [y],
-               panel_height=26 * len(names), left=192)  # fmt: skip
+               panel_height=26 * len(names), left=int(26 + 4.8 * max(map(len, names))))  # fmt: skip
     rule(fig, [1, 1], [names[-1], names[0]], "equal time", dash="dash")
     add(
         fig,
@@ -59,6 +60,7 @@ def pairs(table: pd.DataFrame) -> go.Figure:
         return empty(title, "no pair of dist_moe and mok in this selection")
     modes = list(found["mode"].drop_duplicates())
     span = [min(found["ratio"].min(), 1) - 0.03, found["ratio"].max() + 0.03]
+    found["category"] = pd.Categorical(found["category"], CATEGORIES)
     order = found.sort_values(["mode", "ep", "precision", "category", "F", "imbalance", "profile"],
                               kind="stable")  # fmt: skip
     labels = {mode: list(order.loc[order["mode"] == mode, "workload"].drop_duplicates())
@@ -72,7 +74,7 @@ def pairs(table: pd.DataFrame) -> go.Figure:
           "range": [-0.7, len(labels[mode]) - 0.3], "tickfont": {"size": SMALL}}
          for mode in modes],
         width=DOUBLE if len(modes) > 1 else COLUMN, panel_height=15 * most + 10,
-        left=34 + 6 * longest, own_y=True,
+        left=int(28 + 4.8 * longest), own_y=True,
     )  # fmt: skip
     for n, mode in enumerate(modes):
         ends = [labels[mode][-1], labels[mode][0]]
@@ -152,7 +154,7 @@ def memory(table: pd.DataFrame) -> go.Figure:
         return empty(title, "no one-layer case with a memory figure in this selection")
     fig = grid(title, [(name, grouped(frame, x)) for name, _, frame, x in parts],
                [{"title": "peak allocated [GiB]"}], width=DOUBLE if len(parts) > 1 else COLUMN,
-               bottom=58)  # fmt: skip
+               bottom=70)  # fmt: skip
     for n, (name, x, frame, _) in enumerate(parts):
         bars(fig, frame, x, "peakAllocatedGiB", n, 0, name)
     return legend(fig)

@@ -35,7 +35,8 @@ def load(table: pd.DataFrame) -> go.Figure:
                 continue
             add(fig, go.Bar(x=part["layer"], y=part[column], name=name, meta=panel,
                             marker={"color": colour, "line": {"color": INK, "width": 0.5},
-                                    "pattern": {"shape": pattern, "fgcolor": "white", "size": 5}}),
+                                    "pattern": {"shape": pattern, "fgcolor": "white", "size": 5,
+                                                "fillmode": "overlay", "solidity": 0.35}}),
                 n)  # fmt: skip
         add(fig, go.Scatter(x=part["layer"], y=part["rows"], name="routed to rank 0", meta=panel,
                             mode="markers", marker={"symbol": "circle-open", "color": INK,

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench.record import match_pairs
+from workbench.case import CATEGORIES
 from workbench.errors import InputError
 from workbench.hardware import Hardware, match_device
 from workbench.model.cost import cost_table
@@ -106,7 +107,9 @@ def headline(table: pd.DataFrame) -> pd.DataFrame:
     }
     if found.empty:
         return pd.DataFrame(columns=["group", *GROUP, *statistics])
-    groups = found.groupby(GROUP).agg(**statistics).reset_index()
+    order = found.assign(category=pd.Categorical(found["category"], CATEGORIES))
+    groups = order.groupby(GROUP, observed=True).agg(**statistics).reset_index()
+    groups["category"] = groups["category"].astype(str)
     total = found.assign(all=0).groupby("all").agg(**statistics).reset_index(drop=True)
     names = [
         f"{mode} {PRECISIONS.get(precision, precision)} {category.replace('_', ' ')}"

@@ -36,16 +36,16 @@ STYLES: Mapping[tuple[str, str, str], Style] = {
         colour="#0072B2", symbol="circle", dash="solid", pattern=""
     ),
     ("dist_moe", "staged", "mxfp8"): Style(
-        colour="#56B4E9", symbol="square-open", dash="dash", pattern="/"
+        colour="#56B4E9", symbol="square-open", dash="5px,3px", pattern="/"
     ),
     ("dist_moe", "mega", "mxfp8"): Style(
-        colour="#009E73", symbol="diamond", dash="dot", pattern="\\"
+        colour="#009E73", symbol="diamond", dash="2px,2px", pattern="\\"
     ),
     ("mok", "native", "bf16"): Style(
-        colour="#D55E00", symbol="triangle-up", dash="dashdot", pattern="x"
+        colour="#D55E00", symbol="triangle-up", dash="8px,2px,2px,2px", pattern="x"
     ),
     ("mok", "native", "mxfp8"): Style(
-        colour="#E69F00", symbol="triangle-down-open", dash="longdash", pattern="."
+        colour="#E69F00", symbol="triangle-down-open", dash="10px,3px", pattern="."
     ),
     ("baseline", "alltoall", "bf16"): Style(
         colour="#CC79A7", symbol="cross", dash="longdashdot", pattern="+"
@@ -77,12 +77,10 @@ def system_name(system: tuple[str, str, str]) -> str:
 
 _AXIS = {
     "showline": True,
-    "mirror": True,
+    "mirror": "all",
     "linecolor": INK,
     "linewidth": 1,
-    "ticks": "outside",
-    "ticklen": 3,
-    "tickcolor": INK,
+    "ticks": "",
     "tickfont": {"size": SMALL},
     "gridcolor": FAINT,
     "zeroline": False,
@@ -101,7 +99,9 @@ TEMPLATE = go.layout.Template(
             "x": 0.0,
             "xref": "container",
             "xanchor": "left",
-            "pad": {"l": 8},
+            "y": 1,
+            "yanchor": "top",
+            "pad": {"l": 8, "t": 8},
         },
         "xaxis": _AXIS,
         "yaxis": _AXIS,
@@ -109,7 +109,6 @@ TEMPLATE = go.layout.Template(
         "bargroupgap": 0.05,
         "legend": {
             "orientation": "h",
-            "x": 0,
             "xref": "container",
             "xanchor": "left",
             "y": 0,
