@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from workbench.errors import InputError
+
 IntArray = NDArray[np.int64]
 
 ALIGNMENT_BYTES = 128
@@ -23,13 +25,13 @@ UNSET_BYTES = np.iinfo(np.int64).min  # "no byte request" in a table column; NaN
 MAX_BYTES = 2.0**53  # float64 is exact up to here, and int64 cannot wrap
 
 
-class PlanError(ValueError):
+class PlanError(InputError):
     """A workload or capacity that cannot be planned; says field, value and rule."""
 
 
-def align_up(amount: ArrayLike, multiple: int = ALIGNMENT_BYTES) -> IntArray:
+def align_up(amount: ArrayLike, multiple: ArrayLike = ALIGNMENT_BYTES) -> IntArray:
     """`amount` rounded up to a multiple of `multiple`, as int64."""
-    amount = np.asarray(amount, np.int64)
+    amount, multiple = np.asarray(amount, np.int64), np.asarray(multiple, np.int64)
     return (amount + (multiple - 1)) // multiple * multiple
 
 
@@ -45,6 +47,14 @@ def padded_rows(rows_per_expert: ArrayLike, multiple: int) -> IntArray:
     if (rows < 0).any():
         raise PlanError(f"rows_per_expert={rows.min()} must not be negative")
     return align_up(rows, multiple).sum(axis=-1, dtype=np.int64)
+
+
+def padded_even_rows(rows: ArrayLike, experts: ArrayLike, multiple: ArrayLike) -> IntArray:
+    """`padded_rows` of rows spread over experts as evenly as integers allow; all broadcast."""
+    rows, experts = np.asarray(rows, np.int64), np.asarray(experts, np.int64)
+    each, more = rows // experts, rows % experts
+    multiple = np.asarray(multiple, np.int64)
+    return more * align_up(each + 1, multiple) + (experts - more) * align_up(each, multiple)
 
 
 def dist_moe_rows(
