@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from workbench.errors import InputError
+
 IntArray = NDArray[np.int64]
 
 ALIGNMENT_BYTES = 128
@@ -23,7 +25,7 @@ UNSET_BYTES = np.iinfo(np.int64).min  # "no byte request" in a table column; NaN
 MAX_BYTES = 2.0**53  # float64 is exact up to here, and int64 cannot wrap
 
 
-class PlanError(ValueError):
+class PlanError(InputError):
     """A workload or capacity that cannot be planned; says field, value and rule."""
 
 
@@ -53,8 +55,9 @@ def evenly_padded_rows(rows: ArrayLike, E_local: ArrayLike, multiple: int) -> In
 
     Elementwise, so a table need not hold its rows per expert.
     """
-    each, extra = np.divmod(np.asarray(rows, np.int64), np.asarray(E_local, np.int64))
-    return extra * align_up(each + 1, multiple) + (E_local - extra) * align_up(each, multiple)
+    experts: IntArray = np.asarray(E_local, np.int64)
+    each, extra = np.divmod(np.asarray(rows, np.int64), experts)
+    return extra * align_up(each + 1, multiple) + (experts - extra) * align_up(each, multiple)
 
 
 def dist_moe_rows(
