@@ -8,7 +8,7 @@ from workbench.bench.record import load_table
 from workbench.case import Case, case_table
 from workbench.errors import InputError
 from workbench.moe.case_plan import layer_table, plan_case, plan_table
-from workbench.moe.plan_arithmetic import padded_even_rows, padded_rows
+from workbench.moe.plan_arithmetic import evenly_padded_rows, padded_rows
 from workbench.routing import spread
 
 
@@ -56,7 +56,7 @@ def test_even_rows_pad_like_a_list_of_experts(multiple):
     for rows in (0, 1, 7, 97, 127, 128, 129, 4096, 12289):
         for experts in (1, 3, 12):
             listed = padded_rows(spread(rows, experts), multiple)
-            assert padded_even_rows(rows, experts, multiple) == listed
+            assert evenly_padded_rows(rows, experts, multiple) == listed
 
 
 def packed(slot, factors=(2.0, 1.0, 0.5, 1.5)):

@@ -62,8 +62,8 @@ class CasePlans:
         """`rows` [N, L] as the backend pads them per expert: mok 256, dist_moe MXFP8 128."""
         experts = (self._ints("E") // self._ints("ep"))[:, None]
         if self.backend == "mok":
-            return pa.padded_even_rows(rows, experts, pa.MOK_EXPERT_ROWS)
-        to_128 = pa.padded_even_rows(rows, experts, pa.DIST_MOE_EXPERT_ROWS)
+            return pa.evenly_padded_rows(rows, experts, pa.MOK_EXPERT_ROWS)
+        to_128 = pa.evenly_padded_rows(rows, experts, pa.DIST_MOE_EXPERT_ROWS)
         return np.where(self.mxfp8[:, None], to_128, rows)
 
     @cached_property
