@@ -29,7 +29,7 @@ class PlanError(InputError):
     """A workload or capacity that cannot be planned; says field, value and rule."""
 
 
-def align_up(amount: ArrayLike, multiple: ArrayLike = ALIGNMENT_BYTES) -> IntArray:
+def align_up(amount: ArrayLike, multiple: int = ALIGNMENT_BYTES) -> IntArray:
     """`amount` rounded up to a multiple of `multiple`, as int64."""
     units = np.asarray(amount, np.int64) + (multiple - 1)
     units //= multiple  # in place: tables of rows per expert run to hundreds of MB
