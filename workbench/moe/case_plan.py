@@ -19,48 +19,20 @@ from workbench.moe import plan_arithmetic as pa
 from workbench.moe.plan import DistMoEConfig, MokConfig, Plan, plan_dist_moe, plan_mok
 from workbench.moe.plan_arithmetic import IntArray
 from workbench.moe.plan_table import dist_moe_table
-from workbench.routing import RankRows, factor_matrix, rank_rows, rows_by_expert
+from workbench.routing import Workloads, rows_by_expert
 
 
 @dataclass(frozen=True, kw_only=True)
-class CasePlans:
+class CasePlans(Workloads):
     """Plans of a table whose cases are all of one backend, dist_moe or mok. Arrays are [N], or
     [N, L] where said, 0 beyond a case's own layers. Raises InputError for what cannot be planned.
     """
 
-    table: pd.DataFrame
     backend: str
-
-    def _ints(self, name: str) -> IntArray:
-        return self.table[name].to_numpy(np.int64)
-
-    @cached_property
-    def _factors(self) -> Any:
-        return factor_matrix(self.table)
-
-    @cached_property
-    def in_layers(self) -> Any:
-        """Whether the case has that layer, bool [N, L]."""
-        return ~np.isnan(self._factors)
-
-    @cached_property
-    def rows(self) -> RankRows:
-        """Routed rows of rank 0 and of the others, int64 [N, L]."""
-        T, K, ep = (self._ints(name)[:, None] for name in ("T", "K", "ep"))
-        found = rank_rows(T=T, K=K, ep=ep, factor=np.nan_to_num(self._factors))
-        return RankRows(*(np.where(self.in_layers, a, 0) for a in found))
-
-    @cached_property
-    def mxfp8(self) -> Any:
-        return (self.table["precision"] == "mxfp8").to_numpy()
-
-    @cached_property
-    def training(self) -> Any:
-        return (self.table["mode"] == "training").to_numpy()
 
     def padded(self, rows: IntArray) -> IntArray:
         """`rows` [N, L] as the backend pads them per expert: mok 256, dist_moe MXFP8 128."""
-        experts = (self._ints("E") // self._ints("ep"))[:, None]
+        experts = (self.ints("E") // self.ints("ep"))[:, None]
         if self.backend == "mok":
             return pa.evenly_padded_rows(rows, experts, pa.MOK_EXPERT_ROWS)
         to_128 = pa.evenly_padded_rows(rows, experts, pa.DIST_MOE_EXPERT_ROWS)
@@ -70,13 +42,13 @@ class CasePlans:
     def dist_moe(self) -> dict[str, Any]:
         """`dist_moe_table` of the cases: slotFactor sizes the slot, scratchFactor the scratch."""
         return dist_moe_table(
-            num_local_input_tokens=self._ints("T"),
-            hidden_dim=self._ints("D"),
-            intermediate_dim=self._ints("F"),
-            top_k=self._ints("K"),
-            num_experts=self._ints("E"),
-            max_moe_layers_per_activation_slot=self._ints("layers"),
-            ep_size=self._ints("ep"),
+            num_local_input_tokens=self.ints("T"),
+            hidden_dim=self.ints("D"),
+            intermediate_dim=self.ints("F"),
+            top_k=self.ints("K"),
+            num_experts=self.ints("E"),
+            max_moe_layers_per_activation_slot=self.ints("layers"),
+            ep_size=self.ints("ep"),
             precision=self.table["precision"].to_numpy(str),
             pipeline=self.table["pipeline"].to_numpy(str),
             inference=~self.training,
@@ -95,7 +67,7 @@ class CasePlans:
         follow; else every rank keeps its input alone and recomputes it in backward. Inference
         keeps nothing.
         """
-        T, D, F, K = (self._ints(name)[:, None] for name in ("T", "D", "F", "K"))
+        T, D, F, K = (self.ints(name)[:, None] for name in ("T", "D", "F", "K"))
         full0, full1 = (
             pa.saved_bytes(T, D, F, K, self.padded(rows), self.mxfp8[:, None])
             for rows in (self.rows.rank0, self.rows.others_max)
@@ -106,7 +78,7 @@ class CasePlans:
         recomputed = np.zeros(self.in_layers.shape, bool)
         for layer in range(full0.shape[1]):
             real = self.in_layers[:, layer] & self.training
-            after = x_bytes * (self._ints("layers") - 1 - layer)
+            after = x_bytes * (self.ints("layers") - 1 - layer)
             fullest = np.maximum(used0 + full0[:, layer], used1 + full1[:, layer])
             recomputed[:, layer] = real & (fullest + after > slot)
             for full, used in ((full0, used0), (full1, used1)):
@@ -118,7 +90,7 @@ class CasePlans:
     @cached_property
     def requested_rows(self) -> IntArray:
         """Rows per layer that mok is asked to keep, [N]: slotFactor times the balanced T*K."""
-        asked = self.table["slotFactor"].to_numpy(float) * self._ints("T") * self._ints("K")
+        asked = self.table["slotFactor"].to_numpy(float) * self.ints("T") * self.ints("K")
         return np.floor(asked + 0.5).astype(np.int64)
 
     @cached_property
