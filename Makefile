@@ -22,7 +22,7 @@ test: $(VENV)/.test $(VENV)/.browser
 	$(PY) -m pytest -q --durations=10
 
 lab: $(VENV)/.run
-	$(VENV)/bin/jupyter lab --notebook-dir=notebooks
+	$(VENV)/bin/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
