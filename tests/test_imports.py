@@ -24,7 +24,7 @@ FLOW = (
     ("parameters", "execute"),
     ("notebook",),
     ("grid",),
-    ("bench.speed",),  # times our own arithmetic, so it stands after all of it
+    ("speed",),  # times the parts of the workbench, so it stands after all of them
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(FLOW) for part in parts}
