@@ -176,8 +176,8 @@ def test_rows_at_factor() -> None:
 
 
 def test_slot_rounds_up_twice() -> None:
-    # 2.5 % of 1001 is 25.025 -> 26; 1280 + 26 -> 1408
-    assert pa.slot_bytes(1280, 2281, [0.0, 0.025, 1.0]).tolist() == [1280, 1408, 2304]
+    # a tenth of 1281 is 128.1 -> 129; 1280 + 129 -> 1536
+    assert pa.slot_bytes(1280, 2561, [0.0, 0.1, 1.0]).tolist() == [1280, 1536, 2688]
 
 
 def test_mok_rows_by_hand() -> None:
@@ -186,6 +186,17 @@ def test_mok_rows_by_hand() -> None:
     assert schedule.tolist() == [0, 512, 1024, 256]
     assert pa.mok_replay_rows(schedule, 512).tolist() == [0, 0, 512, 0]
     assert pa.mok_retained_rows([0, 1, 4096, 4097], 4096).tolist() == [0, 4096, 4096, 8192]
+
+
+@pytest.mark.parametrize("multiple", [1, 128, 256])
+def test_even_spread_equals_padding_expert_by_expert(multiple: int) -> None:
+    rows, E_local = np.meshgrid([0, 1, 7, 97, 256, 7373, 92160], [1, 3, 6, 12])
+    experts = np.arange(12)
+    each, extra = rows[..., None] // E_local[..., None], rows[..., None] % E_local[..., None]
+    counts = np.where(experts < E_local[..., None], each + (experts < extra), 0)
+    assert (counts.sum(-1) == rows).all()
+    got = pa.evenly_padded_rows(rows, E_local, multiple)
+    np.testing.assert_array_equal(got, pa.padded_rows(counts, multiple))
 
 
 def test_saved_bytes_pads_each_expert_for_mxfp8_only() -> None:

@@ -6,7 +6,7 @@ Every function takes scalars or arrays that broadcast. All amounts are per GPU a
 iteration (all layers; forward and backward in training).
 
 Legend: T tokens per GPU, D hidden width, F expert width, E experts, K experts per token,
-S shared experts, ep ranks, R routed rows that a rank receives in one layer, N cases, L layers.
+S shared experts, ep ranks, R routed rows that a rank receives in one layer, N cases.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from workbench.routing import RankRows, factor_matrix, rank_rows
+from workbench.routing import Workloads
 
 Array = npt.NDArray[Any]
 Num = float | Array
@@ -67,67 +67,13 @@ def wire_row_bytes(*, D: Num, training: Num, quantised_dispatch: Num) -> tuple[A
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """The cases of a table as arrays; each derived amount is computed once, on first use.
-
-    Arrays are [N], or [N, L] where `layers` says so; beyond a case's own layers they hold 0.
-    """
-
-    table: pd.DataFrame
-
-    def _ints(self, name: str) -> Array:
-        return self.table[name].to_numpy(np.int64)
-
-    @cached_property
-    def training(self) -> Array:
-        return (self.table["mode"] == "training").to_numpy()
-
-    @cached_property
-    def mxfp8(self) -> Array:
-        return (self.table["precision"] == "mxfp8").to_numpy()
-
-    @cached_property
-    def shape(self) -> dict[str, Array]:
-        """T, D, F, E_local, K and S as int64 [N]."""
-        names = {"T": "T", "D": "D", "F": "F", "K": "K", "S": "sharedExperts"}
-        shape = {short: self._ints(name) for short, name in names.items()}
-        return shape | {"E_local": self._ints("E") // self.ep}
-
-    @cached_property
-    def ep(self) -> Array:
-        return self._ints("ep")
-
-    @cached_property
-    def balanced_rows(self) -> Array:
-        """Routed rows per rank and layer when balanced, T*K, [N]."""
-        return self.shape["T"] * self.shape["K"]
-
-    @cached_property
-    def factors(self) -> Array:
-        """Imbalance factor, float64 [N, L], NaN beyond a case's own layers."""
-        return factor_matrix(self.table)
-
-    @cached_property
-    def in_layers(self) -> Array:
-        """Whether the case has that layer, bool [N, L]."""
-        return ~np.isnan(self.factors)
-
-    @cached_property
-    def rows(self) -> RankRows:
-        """Rows of rank 0 and of the other ranks, int64 [N, L]."""
-        T, K = self.shape["T"][:, None], self.shape["K"][:, None]
-        factors = np.where(self.in_layers, self.factors, 0)
-        found = rank_rows(T=T, K=K, ep=self.ep[:, None], factor=factors)
-        return RankRows(*(np.where(self.in_layers, a, 0) for a in found))
+class Work(Workloads):
+    """Amounts of a table's cases, each [N] and computed once, on first use."""
 
     @cached_property
     def weight_bytes(self) -> Array:
         """Bytes per routed weight, [N]."""
         return np.where(self.mxfp8, MXFP8_BYTES, BF16_BYTES)
-
-    @cached_property
-    def layers(self) -> Array:
-        return self._ints("layers")
 
     @cached_property
     def routed_flop(self) -> Array:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from workbench.errors import InputError
+
 IntArray = NDArray[np.int64]
 
 ALIGNMENT_BYTES = 128
@@ -23,14 +25,15 @@ UNSET_BYTES = np.iinfo(np.int64).min  # "no byte request" in a table column; NaN
 MAX_BYTES = 2.0**53  # float64 is exact up to here, and int64 cannot wrap
 
 
-class PlanError(ValueError):
+class PlanError(InputError):
     """A workload or capacity that cannot be planned; says field, value and rule."""
 
 
 def align_up(amount: ArrayLike, multiple: int = ALIGNMENT_BYTES) -> IntArray:
     """`amount` rounded up to a multiple of `multiple`, as int64."""
-    amount = np.asarray(amount, np.int64)
-    return (amount + (multiple - 1)) // multiple * multiple
+    units = np.asarray(amount, np.int64) + (multiple - 1)
+    units //= multiple  # in place: tables of rows per expert run to hundreds of MB
+    return units * multiple
 
 
 def padded_rows(rows_per_expert: ArrayLike, multiple: int) -> IntArray:
@@ -45,6 +48,16 @@ def padded_rows(rows_per_expert: ArrayLike, multiple: int) -> IntArray:
     if (rows < 0).any():
         raise PlanError(f"rows_per_expert={rows.min()} must not be negative")
     return align_up(rows, multiple).sum(axis=-1, dtype=np.int64)
+
+
+def evenly_padded_rows(rows: ArrayLike, E_local: ArrayLike, multiple: int) -> IntArray:
+    """`padded_rows` of `rows` spread evenly over E_local experts, the first taking the remainder.
+
+    Elementwise, so a table need not hold its rows per expert.
+    """
+    experts: IntArray = np.asarray(E_local, np.int64)
+    each, extra = np.divmod(np.asarray(rows, np.int64), experts)
+    return extra * align_up(each + 1, multiple) + (experts - extra) * align_up(each, multiple)
 
 
 def dist_moe_rows(
@@ -179,7 +192,7 @@ def integers(name: str, value: Any) -> IntArray:
         raise TypeError(f"{name}={value!r} must be an integer")
     if array.dtype == np.uint64 and (array > np.iinfo(np.int64).max).any():
         raise PlanError(f"{name}={array.max()} must be below 2**63")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def reals(name: str, value: Any) -> NDArray[np.float64]:
@@ -187,7 +200,7 @@ def reals(name: str, value: Any) -> NDArray[np.float64]:
     array = np.asarray(value)
     if array.dtype.kind not in "iuf":
         raise TypeError(f"{name}={value!r} must be a real number")
-    return array.astype(np.float64)
+    return array.astype(np.float64, copy=False)
 
 
 def refuse(bad: NDArray[np.bool_], name: str, rule: str, columns: dict[str, NDArray[Any]]) -> None:
