@@ -7,6 +7,7 @@ All static files of a batch come from one browser. Without one there are HTML an
 import base64
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -44,11 +45,24 @@ class Exported:
         """A figure as a MIME bundle for a notebook: the SVG, else the PNG, else only text."""
         files = self.files[name]
         if "svg" in files:
-            encoded = base64.b64encode(files["svg"].read_bytes()).decode()
-            return {"text/html": f'<img alt="{name}" src="data:image/svg+xml;base64,{encoded}">'}
+            return {"image/svg+xml": _slim(files["svg"].read_text())}
         if "png" in files:
             return {"image/png": base64.b64encode(files["png"].read_bytes()).decode()}
         return {"text/plain": f"{name}: no static image ({self.skipped or 'not asked for'})"}
+
+    def show(self, name: str) -> None:
+        """Display a figure in a notebook."""
+        from IPython.display import display
+
+        display(self.image(name), raw=True)
+
+
+def _slim(svg: str) -> str:
+    """An SVG without the style properties that state their default, a fifth of its size."""
+    svg = re.sub(r"(?:fill-|stroke-)?opacity: 1; ?|vector-effect: none; ?", "", svg)
+    return re.sub(
+        r"rgb\((\d+), (\d+), (\d+)\)", lambda m: "#" + bytes(map(int, m.groups())).hex(), svg
+    )
 
 
 def find_browser() -> tuple[str | None, str]:

@@ -147,7 +147,7 @@ def memory(table: pd.DataFrame) -> go.Figure:
     parts = [
         ("balanced load", "group", by_ep.assign(group=ep_and_mode(by_ep)), "EP (mode) [ranks]"),
         ("expert width", "group", by_width.assign(group=width_and_mode(by_width)),
-         "F (mode) [1]"),
+         "F (mode, EP) [1]"),
     ]  # fmt: skip
     parts = [part for part in parts if part[2]["peakAllocatedGiB"].notna().any()]
     if not parts:
@@ -229,7 +229,8 @@ FIGURES: dict[str, FigureSpec] = {
     "pairs": FigureSpec(
         title="Pair by pair",
         function=pairs,
-        caption="Time of mok over the time of each dist_moe pipeline on the same workload.",
+        caption="Time of mok over the time of each dist_moe pipeline on the same workload: "
+        "i4 is imbalance 4, F1536 an expert width, A and B are load profiles over 10 layers.",
     ),
     "balanced": FigureSpec(
         title="Balanced load",
@@ -262,9 +263,8 @@ FIGURES: dict[str, FigureSpec] = {
     "packing_slot": FigureSpec(
         title="Packing: slot and scratch",
         function=figures_packing.slot,
-        caption="What rank 0 needs in order to recompute nothing (bars), and what is reserved "
-        "(lines). A slot that is too small costs recomputation, a scratch that is too small is "
-        "fatal.",
+        caption="Bytes of the fullest rank (bars), and what is reserved (lines). What does not fit "
+        "the slot is recomputed in backward; what does not fit the scratch is fatal.",
     ),
     "packing_time": FigureSpec(
         title="Packing: time",

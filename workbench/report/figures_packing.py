@@ -53,23 +53,26 @@ def load(table: pd.DataFrame) -> go.Figure:
 
 
 def slot(table: pd.DataFrame) -> go.Figure:
-    """Activation slot and scratch of dist_moe: what rank 0 needs, and what is reserved."""
+    """Activation slot and scratch of dist_moe: used on the fullest rank, and reserved."""
     title = "Packing: slot and scratch of dist_moe"
     found = tables.packing(table)
     found = found[found["scratchBytes"].notna()]
     if found.empty:
         return empty(title, "no packing cases of dist_moe in this selection")
-    names = ["slotBytes", "savedBytes", "scratchBytes", "scratchNeededBytes"]
+    names = ["slotBytes", "maxSavedRankBytes", "scratchBytes", "scratchUsedBytes"]
     found = found.assign(**{name: found[name] / tables.GIB for name in names})
     fig = grid(title, [("", _x(found))], [{"title": "slot [GiB]"}, {"title": "scratch [GiB]"}],
                panel_height=130, bottom=58)  # fmt: skip
-    for row, (needed, reserved, panel) in enumerate(
-        [("savedBytes", "slotBytes", "slot"), ("scratchNeededBytes", "scratchBytes", "scratch")]
+    for row, (used, reserved, panel) in enumerate(
+        [
+            ("maxSavedRankBytes", "slotBytes", "slot"),
+            ("scratchUsedBytes", "scratchBytes", "scratch"),
+        ]
     ):
-        bars(fig, _grouped(found), "group", needed, row=row, panel=panel)
+        bars(fig, _grouped(found), "group", used, row=row, panel=panel)
         ticks_over_bars(fig, _grouped(found), "group", reserved, "reserved", row, panel)
     fig.update_layout(scattermode="group", scattergap=0.25)
-    return legend(fig, "needed by rank 0 to recompute nothing, and reserved")
+    return legend(fig, "used on the fullest rank, and reserved")
 
 
 def time(table: pd.DataFrame) -> go.Figure:

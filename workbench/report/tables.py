@@ -18,12 +18,12 @@ from workbench.hardware import Hardware, match_device
 from workbench.model.cost import cost_table
 from workbench.model.roofline import roofline_table
 from workbench.moe import plan_arithmetic as pa
-from workbench.moe.plan import DistMoEConfig, MokConfig, plan_dist_moe, plan_mok
+from workbench.moe.case_plan import PLAN_COLUMNS, CasePlans, plan_table
 from workbench.report.theme import PRECISIONS, STYLES, system_name
-from workbench.routing import rows_by_expert
 
 GIB = 2**30
 GROUP = ["mode", "precision", "category"]
+WORKLOAD_OF_LAYERS = ["mode", "ep", "profile", "factors", "T", "K", "E", "layers"]
 _VARIANTS = ("origin", "device", "T", "D", "E", "K", "sharedExperts", "F", "slotFactor",
              "scratchFactor")  # fmt: skip
 
@@ -148,117 +148,61 @@ def width(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def packing(table: pd.DataFrame) -> pd.DataFrame:
-    """Cases over several layers: the plan beside the time and the memory.
-
-    dist_moe: `slotBytes` and `scratchBytes` reserved, `savedBytes` that rank 0 would keep to
-    recompute nothing, `scratchNeededBytes` of rank 0's largest layer. mok: `retainedRows` per
-    layer, `replayedRows` of rank 0 in all. NaN where a plan does not apply or cannot be made.
-    """
+    """Cases over several layers with the columns of `plan_table`, and `scratchUsedBytes`: what the
+    largest layer takes of dist_moe's scratch on the busiest rank. NaN where no plan applies or
+    the published system would refuse the shape."""
     frame = with_series(table[table["category"] == "packing"], by=["mode", "ep", "profile"])
-    names = ["slotBytes", "savedBytes", "scratchBytes", "scratchNeededBytes", "retainedRows",
-             "replayedRows"]  # fmt: skip
-    plans = [_packing_plan(row) for row in frame.to_dict("records")]
-    planned = pd.DataFrame(plans, index=frame.index, columns=names).astype(float)
-    return pd.concat([frame, planned], axis=1)
+    planned = [_planned(frame.iloc[[n]]) for n in range(len(frame))]
+    columns = [*PLAN_COLUMNS, "scratchUsedBytes"]
+    joined = pd.concat(planned) if planned else pd.DataFrame(columns=columns)
+    return pd.concat([frame, joined[columns].astype(float)], axis=1)
 
 
-def _packing_plan(row: dict[str, Any]) -> dict[str, float]:
+def _planned(case: pd.DataFrame) -> pd.DataFrame:
     try:
-        if row["backend"] == "mok":
-            plan = plan_mok(_mok_config(row), _rank0_rows(row))
-            return {
-                "retainedRows": plan.retained_rows_per_layer,
-                "replayedRows": plan.total_replay_rows,
-            }
-        if row["backend"] == "dist_moe":
-            return _dist_plan(row)
-    except pa.PlanError:  # a shape that the published system would refuse has no plan of its kind
-        pass
-    return {}
-
-
-def _dist_plan(row: dict[str, Any]) -> dict[str, float]:
-    training = row["mode"] == "training"
-    config = DistMoEConfig(
-        num_local_input_tokens=row["T"],
-        hidden_dim=row["D"],
-        intermediate_dim=row["F"],
-        top_k=row["K"],
-        num_experts=row["E"],
-        max_moe_layers_per_activation_slot=row["layers"],
-        precision=row["precision"],
-        pipeline=row["pipeline"],
-        inference=not training,
-        device_scratch_capacity_factor=row["scratchFactor"],
-        activation_slot_capacity_factor=row["slotFactor"] if training else None,
-    )
-    plan = plan_dist_moe(config, ep_size=row["ep"])
-    rows = _rank0_rows(row)
-    mxfp8 = row["precision"] == "mxfp8"
-    largest = pa.padded_rows(rows, pa.DIST_MOE_EXPERT_ROWS if mxfp8 else 1).max()
-    needed = pa.scratch_bytes(
-        row["D"], row["F"], largest, mxfp8, row["pipeline"] == "mega", not training
-    )
-    return {
-        "slotBytes": plan.activation_slot_bytes,
-        "savedBytes": int(config.saved_bytes(rows).sum()),
-        "scratchBytes": plan.device_scratch_bytes,
-        "scratchNeededBytes": int(needed),
-    }
-
-
-def _mok_config(row: dict[str, Any]) -> MokConfig:
-    minibatch = (row["capacity"] or {}).get("minibatchRows", MokConfig.minibatch_rows)
-    return MokConfig(
-        num_local_input_tokens=row["T"],
-        top_k=row["K"],
-        requested_capacity_factor=row["slotFactor"],
-        minibatch_rows=minibatch,
-    )
-
-
-def _rank0_rows(row: dict[str, Any]) -> Any:
-    """Routed rows of rank 0's experts, int64 [layers, E_local]."""
-    shape = {name: row[name] for name in ("T", "K", "E", "ep")}
-    local = row["E"] // row["ep"]
-    return np.stack([rows_by_expert(**shape, factor=f)[:local] for f in row["factors"]])
+        plan = plan_table(case)
+    except ValueError:  # a shape that the published system would refuse
+        plan = pd.DataFrame(np.nan, index=case.index, columns=list(PLAN_COLUMNS))
+    used: Any = np.nan
+    if plan["scratchBytes"].notna().all():
+        row = case.iloc[0]
+        used = pa.scratch_bytes(
+            row["D"],
+            row["F"],
+            int(plan["busiestPaddedRows"].iloc[0]),
+            row["precision"] == "mxfp8",
+            row["pipeline"] == "mega",
+            row["mode"] == "inference",
+        )
+    return plan.assign(scratchUsedBytes=used)
 
 
 def packing_layers(table: pd.DataFrame) -> pd.DataFrame:
     """Load of rank 0 by layer, for each distinct workload of several layers.
 
     `rows` routed to it; `scheduledRows` of mok (each expert padded to 256), of which it keeps at
-    most `retainedRows` and replays `replayedRows`; `scratchRows` that dist_moe's scratch takes,
-    NaN where the table has no case of that system.
+    most `retainedRows` and replays `replayedRows`; `scratchRows` balanced rows that dist_moe's
+    scratch takes. NaN where the table has no case of that system.
     """
     found = table[(table["category"] == "packing") & table["iterationMS"].notna()]
-    keys = ["mode", "ep", "profile", "factors", "T", "K", "E"]
-    layers = []
-    for _, cases in found.groupby(keys, sort=False, dropna=False):
-        mok, dist = (cases[cases["backend"] == name] for name in ("mok", "dist_moe"))
-        row = (mok if len(mok) else cases).iloc[0].to_dict()
-        rows = _rank0_rows(row)
-        frame = pd.DataFrame({"layer": np.arange(1, len(rows) + 1)})
-        for name in ("mode", "ep", "profile"):
-            frame[name] = row[name]
-        frame["factor"] = row["factors"]
-        frame["rows"] = rows.sum(axis=1)
-        for name in ("scheduledRows", "retainedRows", "replayedRows", "scratchRows"):
-            frame[name] = np.nan
-        if len(mok):
-            plan = plan_mok(_mok_config(row), rows)
-            frame["scheduledRows"] = plan.schedule_rows
-            frame["retainedRows"] = plan.retained_rows_per_layer
-            frame["replayedRows"] = plan.replay_rows
-        if len(dist):
-            frame["scratchRows"] = row["T"] * row["K"] * dist["scratchFactor"].min()
-        layers.append(frame)
     names = ["mode", "ep", "profile", "layer", "factor", "rows", "scheduledRows", "retainedRows",
              "replayedRows", "scratchRows"]  # fmt: skip
-    if not layers:
-        return pd.DataFrame(columns=names)
-    joined = pd.concat(layers, ignore_index=True)[names]
-    return joined.sort_values(["mode", "ep", "profile", "layer"], kind="stable", ignore_index=True)
+    layers = [pd.DataFrame(columns=names)]
+    for _, cases in found.groupby([*WORKLOAD_OF_LAYERS], sort=True, dropna=False):
+        mok, dist = (cases[cases["backend"] == name] for name in ("mok", "dist_moe"))
+        row = cases.iloc[0]
+        plans = CasePlans(table=(mok if len(mok) else cases).iloc[[0]], backend="mok")
+        frame = pd.DataFrame({"layer": np.arange(1, row["layers"] + 1), "factor": row["factors"]})
+        frame[["mode", "ep", "profile"]] = row["mode"], row["ep"], row["profile"]
+        frame["rows"] = plans.rows.rank0[0]
+        if len(mok):
+            frame["scheduledRows"] = plans.padded(plans.rows.rank0)[0]
+            frame["retainedRows"] = plans.retained_rows[0]
+            frame["replayedRows"] = plans.replay_rows[0]
+        if len(dist):
+            frame["scratchRows"] = row["T"] * row["K"] * dist["scratchFactor"].min()
+        layers.append(frame.reindex(columns=names))
+    return pd.concat(layers[1:] or layers, ignore_index=True)
 
 
 def on_device(table: pd.DataFrame, name: str, path: str | None = None) -> pd.DataFrame:
@@ -293,3 +237,27 @@ def rates(table: pd.DataFrame) -> pd.DataFrame:
     modelled = cost_table(frame)["wireBytes"] / (frame["iterationMS"] * 1e6)
     ratio = frame["meanTXGBps"] / modelled.where(modelled > 0)
     return frame.assign(modeledTXGBps=modelled, wireRatio=ratio)
+
+
+def key_numbers(table: pd.DataFrame) -> list[tuple[str, str]]:
+    """(number, what it is) for the head of a report, as far as the selection has them."""
+    found = []
+    total = headline(table).tail(1)
+    for row in total.itertuples():
+        words = f"mok time over dist_moe time, geometric mean of {row.pairs} pairs"
+        span = f"{row.lowest:.3f} to {row.highest:.3f}"
+        found.append((f"{row.geometricMean:.3f}", f"{words} ({span})"))
+    even = table[(table["category"] != "packing") & (table["imbalance"] == 1)]
+    for precision, rows in with_series(even, axes=["F"]).groupby("precision"):
+        rates_known = rows["usefulTFPerGPU"].dropna()
+        if len(rates_known):
+            best = rows.loc[rates_known.idxmax()]
+            where = f"{best['backend']} {best['pipeline']}, {best['mode']}, EP {best['ep']}"
+            what = f"useful TFLOP/s per GPU, best {PRECISIONS.get(str(precision), precision)} case"
+            found.append((f"{rates_known.max():,.0f}", f"{what} ({where}, F {best['F']})"))
+    slow = single_layer(table)
+    worst = slow[(slow["imbalance"] == slow["imbalance"].max()) & slow["slowdown"].notna()]
+    if len(worst) and worst["imbalance"].iloc[0] > 1:
+        span = f"{worst['slowdown'].min():.1f} to {worst['slowdown'].max():.1f}"
+        found.append((span, f"times the balanced time at imbalance {worst['imbalance'].iloc[0]:g}"))
+    return found
