@@ -156,7 +156,7 @@ def test_bad_input_is_one_line(given, message):
         ({"formatz": ["png"]}, "formatz"),
         ({"ep": "many"}, "ep='many'"),
         ({"formats": ["gif"]}, r"formats=\['gif'\]"),
-        ({"results": __file__}, r"test_report\.py: line 1, column 1: not JSON"),
+        ({"results": __file__}, r"test_report\.py: line 1, column 3: not JSON"),
         ({"ep": "7"}, r"no case with a time for ep=\[7\]"),
     ],
 )
