@@ -51,7 +51,7 @@ def grid(
     rows = 1 if own_y else len(ys)
     gap = left + 4 if own_y else _GAP
     longest = max(len(text) for name, axis in xs for text in (name, axis["title"]))
-    narrowest = max(100, int(0.56 * TEXT * longest))
+    narrowest = max(100, int(0.5 * TEXT * longest))
     width = max(width, left + _RIGHT + len(xs) * (narrowest + gap) - gap)
     top = _TITLE + _PANEL_TITLE * any(name for name, _ in xs)
     inner_w, inner_h = width - left - _RIGHT, rows * panel_height + (rows - 1) * _GAP
