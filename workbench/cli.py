@@ -2,14 +2,18 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import workbench
 from workbench.errors import InputError
+
+if TYPE_CHECKING:
+    from workbench.notebook import Run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +47,37 @@ def print_figures(figures: Mapping[str, float | int | str], as_json: bool) -> No
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
+
+
+def execute(notebook: Path, out: Path, given: Mapping[str, Any]) -> "Run":
+    """`run_notebook` for a command that executes one notebook: with progress on stderr; a failing
+    cell is shown and ends the command with exit code 1, Ctrl-C with 130."""
+    from workbench.notebook import NotebookError, run_notebook
+
+    try:
+        with _cell_progress(notebook.name) as on_cell:
+            return run_notebook(notebook, out, given, on_cell=on_cell)
+    except NotebookError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _cell_progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    if not sys.stderr.isatty():
+        print(f"{name}: started", file=sys.stderr)
+        yield lambda index, cells: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda index, cells: bar.update(task, completed=index, total=cells)
+        bar.update(task, completed=1, total=1)
 
 
 def _version(asked: bool) -> None:

@@ -6,6 +6,7 @@ so that whatever ends this process, what was done so far is there. Exit code 1: 
 """
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ def main() -> int:
     from jupyter_client.manager import AsyncKernelManager
     from jupyter_core.utils import run_sync
 
+    # it takes a parameter with a union type for an unknown one; ours are checked already
+    logging.getLogger("papermill").setLevel(logging.ERROR)
     job = json.load(sys.stdin)
     progress = os.fdopen(job["progress"], "w", buffering=1)
     # no spec directories: "python3" is then this interpreter, whatever specs are installed

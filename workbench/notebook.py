@@ -212,18 +212,19 @@ def writable_folder(folder: Path) -> None:
 def write_file(path: Path, text: str) -> None:
     """Writes `path` under another name and then renames it: it is whole, or as it was."""
     with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        dir=path.parent, prefix=f".{path.name}.", delete=False
     ) as file:
-        file.write(text)
-    try:
-        # a temporary file is private; give it the mode that any new file gets
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(file.name, 0o666 & ~umask)
-        os.replace(file.name, path)
-    except BaseException:
-        Path(file.name).unlink(missing_ok=True)
-        raise
+        try:
+            file.write(text.encode())
+            file.flush()
+            # a temporary file is private; give it the mode that any new file gets
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(file.name, 0o666 & ~umask)
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
 
 
 def _execute(
@@ -259,6 +260,9 @@ def _execute(
         except BaseException:
             _end(process)
             raise
+        finally:
+            if not log.stat().st_size:
+                log.unlink()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -287,8 +291,6 @@ def _clean_environment(private: str) -> dict[str, str]:
 
 def _problem(executed: Path, code: int, cell: int, log: Path) -> str | None:
     """Why the execution is no success, in words; None if it is one."""
-    if log.exists() and not log.stat().st_size:
-        log.unlink()
     cells = json.loads(executed.read_text(encoding="utf-8"))["cells"] if executed.exists() else []
     for candidate in cells:
         for output in candidate.get("outputs", []):
