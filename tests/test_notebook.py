@@ -54,9 +54,12 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_record_and_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    spec = tmp_path / "jupyter/kernels/python3/kernel.json"
-    spec.parent.mkdir(parents=True)
-    spec.write_text(json.dumps({"argv": ["false"], "display_name": "x", "language": "python"}))
+    # a kernel of another Python, installed for the user and named by the environment
+    for folder in (".local/share/jupyter", "jupyter"):
+        spec = tmp_path / folder / "kernels/python3/kernel.json"
+        spec.parent.mkdir(parents=True)
+        spec.write_text(json.dumps({"argv": ["false"], "display_name": "x", "language": "python"}))
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("PYTHONSTARTUP", str(tmp_path / "none.py"))
     data = tmp_path / "data.json"
@@ -178,7 +181,8 @@ def test_resume(tmp_path: Path) -> None:
     assert len(list(Path("outputs/runs").iterdir())) == 1
 
 
-def test_interrupt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ended_from_outside(tmp_path: Path, number: signal.Signals) -> None:
     notebook = write(
         tmp_path / "n.ipynb",
         "ep = 8\nout_dir = ''",
@@ -195,21 +199,27 @@ def test_interrupt(tmp_path: Path) -> None:
         assert time.monotonic() < until
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, told = process.communicate(timeout=30)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    while any(_runs(pid) for pid in pids):
+        assert number == signal.SIGKILL  # else they were waited for
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("r/*/n.ipynb"))
+    assert not (tmp_path / "r/ep=16").exists()
+    run = read_run(tmp_path / "r/ep=8")
+    assert run is not None
+    if number == signal.SIGKILL:
+        assert run.status == "running"  # which no resume takes for complete
+        return
     assert process.returncode == 130
     assert "--resume goes on from here" in told
     assert "Traceback" not in told
-
-    run = read_run(tmp_path / "r/ep=8")
-    assert run is not None
     assert (run.status, run.error) == ("failed", "interrupted in cell 3 of 3")
     assert sorted(p.name for p in (tmp_path / "r/ep=8").iterdir()) == ["n.failed.ipynb", "run.json"]
-    assert not (tmp_path / "r/ep=16").exists()
     state = Grid.model_validate_json((tmp_path / "r/points.json").read_bytes())
     assert [point.status for point in state.points] == ["failed", "waiting"]
-    for pid in (tmp_path / "pids").read_text().split():
-        assert not _runs(int(pid))
 
 
 def _runs(pid: int) -> bool:

@@ -1,8 +1,9 @@
 """The process that executes one notebook: `python -m workbench.execute`, its job as JSON on stdin.
 
-The job names `notebook`, `output`, `parameters` and `progress`, a file descriptor that receives
-a line with the index of each code cell as it starts. The executed notebook is saved at every cell,
-so that whatever ends this process, what was done so far is there. Exit code 1: a cell failed.
+stdin stays open: its end tells that the parent is gone, and ends this process. The job names
+`notebook`, `output`, `parameters` and `progress`, a file descriptor that receives a line with the
+index of each cell as it starts. The executed notebook is saved at every cell, so that whatever
+ends this process, what was done so far is there. Exit code 1: a cell failed.
 """
 
 import json
@@ -10,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 GRACE_SECONDS = 5
@@ -25,17 +27,19 @@ def main() -> int:
 
     # it takes a parameter with a union type for an unknown one; ours are checked already
     logging.getLogger("papermill").setLevel(logging.ERROR)
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
     progress = os.fdopen(job["progress"], "w", buffering=1)
     # no spec directories: "python3" is then this interpreter, whatever specs are installed
     specs = KernelSpecManager(kernel_dirs=[])
     # sockets in our private folder: no TCP port to clash on or to listen at; a blocking client
     # (that of the plain KernelManager) would not see a kernel die
+    private = os.environ["JUPYTER_RUNTIME_DIR"]
     manager = AsyncKernelManager(
         kernel_name="python3",
         kernel_spec_manager=specs,
+        connection_file=os.path.join(private, "k.json"),
         transport="ipc",
-        ip=os.path.join(os.environ["JUPYTER_RUNTIME_DIR"], "k"),
+        ip=os.path.join(private, "k"),
     )
 
     def signal_kernel(number: int) -> None:
@@ -57,6 +61,12 @@ def main() -> int:
     signal.signal(signal.SIGALRM, end)
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
+
+    def watch() -> None:
+        sys.stdin.read()  # returns when the parent is gone, however it went
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
     def plain(path: str) -> str:
         return path.replace("{", "{{").replace("}", "}}")  # papermill formats its paths

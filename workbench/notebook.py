@@ -247,13 +247,13 @@ def _execute(
             start_new_session=True,  # a Ctrl-C reaches it from us, in order, not from the terminal
         )
         os.close(write_end)
+        assert process.stdin is not None
         try:
             with os.fdopen(read_end) as progress:
-                assert process.stdin is not None
-                with process.stdin as stdin:
-                    job = {"notebook": str(notebook), "output": str(output),
-                           "parameters": values, "progress": write_end}  # fmt: skip
-                    stdin.write(json.dumps(job).encode())
+                job = {"notebook": str(notebook), "output": str(output),
+                       "parameters": values, "progress": write_end}  # fmt: skip
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+                process.stdin.flush()  # and left open: its end would tell that we are gone
                 for line in progress:
                     started(int(line))
             return process.wait()
@@ -261,6 +261,7 @@ def _execute(
             _end(process)
             raise
         finally:
+            process.stdin.close()
             if not log.stat().st_size:
                 log.unlink()
 
