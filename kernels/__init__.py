@@ -1,1 +1,1 @@
-"""Triton kernels and their torch twins; imported as workbench.kernels, imports nothing of workbench."""
+"""Triton kernels and their torch twins, imported as workbench.kernels."""

@@ -10,7 +10,7 @@ where it differs from the study: `-T512`, `-D1024`, `-E32`, `-K2`, `-S0`, `-slot
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -58,10 +58,11 @@ class Case:
     """One workload on one system. Checked when built; raises InputError.
 
     `imbalance` is the load of rank 0 over the mean load and applies to a case without a profile.
-    `factors` has one such factor per layer; it follows from `profile` (a name in PROFILES) or
-    `imbalance`, and is given only with a profile of the user's own; so does `layers`. `slotFactor` and
-    `scratchFactor` size the activation slot and the scratch frame of dist_moe in training, and
-    the rows that mok retains (slotFactor), as multiples of the balanced load.
+    `factors` has one such factor per layer and `layers` is their number; both follow from
+    `profile` (a name in PROFILES) or `imbalance`, and are given only with a profile of the
+    user's own. `slotFactor` and `scratchFactor` size the activation slot and the scratch frame
+    of dist_moe in training, and the rows that mok retains (slotFactor), as multiples of the
+    balanced load.
     """
 
     backend: str
@@ -170,8 +171,8 @@ def check_factor(factor: float, *, ep: int, E: int, K: int) -> None:
     largest = ep * min(K, E // ep) / K
     if ep == 1:
         _check(factor == 1, "imbalance", factor, "must be 1 at ep=1")
-    _check(0 <= factor <= largest, "imbalance", factor,
-           f"must lie between 0 and {largest:g} (ep * min(K, E/ep) / K at ep={ep}, E={E}, K={K})")  # fmt: skip
+    rule = f"must lie between 0 and {largest:g}, ep*min(K, E/ep)/K at ep={ep}, E={E}, K={K}"
+    _check(0 <= factor <= largest, "imbalance", factor, rule)
 
 
 def case_table(cases: Iterable[Case]) -> pd.DataFrame:
@@ -213,5 +214,5 @@ def _check(ok: bool, field: str, value: object, rule: str) -> None:
         raise InputError(f"{field}={value} {rule}")
 
 
-def _one_of(field: str, value: object, known: Iterable[str]) -> None:
+def _one_of(field: str, value: str, known: Collection[str]) -> None:
     _check(value in known, field, repr(value), f"must be one of {', '.join(known)}")

@@ -7,6 +7,8 @@ the rows are spread evenly over its experts. "Evenly" means: the first ones take
 Legend: T tokens per GPU, K experts per token, E experts, ep ranks, L layers, N cases.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from workbench.case import check_factor
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 
 class RankRows(NamedTuple):
@@ -33,7 +36,9 @@ class RankRows(NamedTuple):
         return np.maximum(self.rank0, self.others_max)
 
 
-def rank_rows(*, T: npt.ArrayLike, K: npt.ArrayLike, ep: npt.ArrayLike, factor: npt.ArrayLike) -> RankRows:  # fmt: skip
+def rank_rows(
+    *, T: npt.ArrayLike, K: npt.ArrayLike, ep: npt.ArrayLike, factor: npt.ArrayLike
+) -> RankRows:
     """Rows of rank 0 and of the others at an imbalance factor; arguments broadcast."""
     balanced = np.asarray(T, np.int64) * np.asarray(K, np.int64)
     ranks = np.asarray(ep, np.int64)
@@ -76,3 +81,62 @@ def factor_matrix(table: pd.DataFrame) -> Floats:
     for row, factors in zip(matrix, tuples, strict=True):
         row[: len(factors)] = factors
     return matrix[codes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workloads:
+    """The cases of a table as arrays, each taken once, on first use.
+
+    Arrays are [N], or [N, L] where said; those hold 0 beyond a case's own layers.
+    """
+
+    table: pd.DataFrame
+
+    def ints(self, name: str) -> Ints:
+        return self.table[name].to_numpy(np.int64)
+
+    @cached_property
+    def training(self) -> Bools:
+        return (self.table["mode"] == "training").to_numpy()
+
+    @cached_property
+    def mxfp8(self) -> Bools:
+        return (self.table["precision"] == "mxfp8").to_numpy()
+
+    @cached_property
+    def shape(self) -> dict[str, Ints]:
+        """T, D, F, E_local, K and S as int64 [N]."""
+        names = {"T": "T", "D": "D", "F": "F", "K": "K", "S": "sharedExperts"}
+        shape = {short: self.ints(name) for short, name in names.items()}
+        return shape | {"E_local": self.ints("E") // self.ep}
+
+    @cached_property
+    def ep(self) -> Ints:
+        return self.ints("ep")
+
+    @cached_property
+    def balanced_rows(self) -> Ints:
+        """Routed rows per rank and layer when balanced, T*K, [N]."""
+        return self.shape["T"] * self.shape["K"]
+
+    @cached_property
+    def factors(self) -> Floats:
+        """Imbalance factor, float64 [N, L], NaN beyond a case's own layers."""
+        return factor_matrix(self.table)
+
+    @cached_property
+    def in_layers(self) -> Bools:
+        """Whether the case has that layer, bool [N, L]."""
+        return ~np.isnan(self.factors)
+
+    @cached_property
+    def rows(self) -> RankRows:
+        """Rows of rank 0 and of the other ranks, int64 [N, L]."""
+        T, K = self.shape["T"][:, None], self.shape["K"][:, None]
+        factors = np.where(self.in_layers, self.factors, 0)
+        found = rank_rows(T=T, K=K, ep=self.ep[:, None], factor=factors)
+        return RankRows(*(np.where(self.in_layers, a, 0) for a in found))
+
+    @cached_property
+    def layers(self) -> Ints:
+        return self.ints("layers")

@@ -1,0 +1,176 @@
+"""What a case must compute, move and send: FLOP, HBM bytes, wire bytes, routed rows.
+
+The formulas are those of the published GB300 study (2026-10-16): useful FLOP and modelled HBM
+bytes equal its 110 records to 1e-12 relative; its link counters lie within 4 % of the wire bytes.
+Every function takes scalars or arrays that broadcast. All amounts are per GPU and for the whole
+iteration (all layers; forward and backward in training).
+
+Legend: T tokens per GPU, D hidden width, F expert width, E experts, K experts per token,
+S shared experts, ep ranks, R routed rows that a rank receives in one layer, N cases.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from workbench.routing import Workloads
+
+Array = npt.NDArray[Any]
+Num = float | Array
+
+BF16_BYTES = 2.0
+MXFP8_BYTES = 33 / 32
+"""One byte of data, and one E8M0 scale for each 32 of them."""
+
+
+def passes(training: Num) -> Array:
+    """Passes over the weights: forward, and in training dgrad and wgrad."""
+    return np.where(training, 3, 1)
+
+
+def expert_flop(rows: Num, D: Num, F: Num) -> Array:
+    """FLOP of one forward pass of `rows` rows through a SwiGLU expert: gate, up and down."""
+    return np.asarray(rows, np.float64) * 6 * D * F
+
+
+def hbm_bytes(
+    *, R: Num, T: Num, D: Num, F: Num, E_local: Num, K: Num, S: Num, weight_bytes: Num, active: Num
+) -> Array:
+    """Modelled HBM bytes of one pass of one layer, as the study counts them.
+
+    `active` is the fraction of ranks (for one rank: 0 or 1) that receive a row and so read the
+    weights of their experts. With R = T*K this is the mean over ranks.
+    """
+    D = np.asarray(D, np.float64)
+    weights = active * E_local * 3 * D * F * weight_bytes
+    shared_weights = S * 3 * D * F * BF16_BYTES
+    hidden = (R + S * T) * F * 4
+    # The study counts K + 3 rows of D per token; K of them are the routed rows, 3 the token's own.
+    rows = (R + 3 * T) * D * BF16_BYTES
+    ids = T * K * 4
+    return weights + shared_weights + hidden + rows + ids
+
+
+def wire_row_bytes(*, D: Num, training: Num, quantised_dispatch: Num) -> tuple[Array, Array]:
+    """(to the expert, back from it): bytes that a routed row sends in one iteration.
+
+    BF16 both ways, and again both ways in backward; dist_moe's MXFP8 inference dispatches MXFP8.
+    """
+    D = np.asarray(D, np.float64)
+    ways = np.where(training, 2, 1)
+    there = np.where(quantised_dispatch, MXFP8_BYTES, BF16_BYTES)
+    return ways * D * there, ways * D * BF16_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work(Workloads):
+    """Amounts of a table's cases, each [N] and computed once, on first use."""
+
+    @cached_property
+    def weight_bytes(self) -> Array:
+        """Bytes per routed weight, [N]."""
+        return np.where(self.mxfp8, MXFP8_BYTES, BF16_BYTES)
+
+    @cached_property
+    def routed_flop(self) -> Array:
+        """Useful FLOP of the routed experts on the mean rank, [N]."""
+        per_layer = expert_flop(self.balanced_rows, self.shape["D"], self.shape["F"])
+        return self.layers * passes(self.training) * per_layer
+
+    @cached_property
+    def shared_flop(self) -> Array:
+        """Useful FLOP of the shared expert, which is BF16 and local to each rank, [N]."""
+        rows = self.shape["S"] * self.shape["T"]
+        per_layer = expert_flop(rows, self.shape["D"], self.shape["F"])
+        return self.layers * passes(self.training) * per_layer
+
+    @cached_property
+    def hbm(self) -> Array:
+        """Modelled HBM bytes on the mean rank, [N]."""
+        active = np.where(self.in_layers, self.rows.active_ranks, 0).sum(axis=1) / self.ep
+        per_pass = hbm_bytes(
+            R=self.balanced_rows,
+            weight_bytes=self.weight_bytes,
+            active=active / self.layers,
+            **self.shape,
+        )
+        return self.layers * passes(self.training) * per_pass
+
+    @cached_property
+    def busiest_rows(self) -> Array:
+        """Rows of each layer's busiest rank, summed over layers, [N]. All ranks wait for that
+        rank, and FLOP, HBM and wire bytes are linear in its rows."""
+        return self.rows.busiest.sum(axis=1)
+
+    @cached_property
+    def busiest_flop(self) -> Array:
+        """FLOP of the routed experts on each layer's busiest rank, summed over layers, [N]."""
+        one_pass = expert_flop(self.busiest_rows, self.shape["D"], self.shape["F"])
+        return passes(self.training) * one_pass
+
+    @cached_property
+    def busiest_hbm(self) -> Array:
+        """Modelled HBM bytes on each layer's busiest rank, summed over layers, [N]."""
+        per_pass = hbm_bytes(
+            R=self.busiest_rows / self.layers,
+            weight_bytes=self.weight_bytes,
+            active=1,
+            **self.shape,
+        )
+        return self.layers * passes(self.training) * per_pass
+
+    @cached_property
+    def wire_rows(self) -> tuple[Array, Array]:
+        """(to the expert, back from it) bytes per routed row, [N]."""
+        dist_inference = (self.table["backend"] == "dist_moe").to_numpy() & ~self.training
+        return wire_row_bytes(
+            D=self.shape["D"],
+            training=self.training,
+            quantised_dispatch=self.mxfp8 & dist_inference,
+        )
+
+    @cached_property
+    def wire(self) -> Array:
+        """Bytes that the mean rank sends to its peers, [N]; 1/ep of the rows stay local."""
+        there, back = self.wire_rows
+        return self.layers * self.balanced_rows * (1 - 1 / self.ep) * (there + back)
+
+    @cached_property
+    def busiest_wire(self) -> Array:
+        """Bytes that each layer's busiest rank sends, summed over layers, [N].
+
+        Every source sends the same share to a rank, so of the R rows that it receives R/ep are
+        its own: R*(1 - 1/ep) come in and, once computed, go out; of its own T*K rows T*K - R/ep
+        go out and come back. It receives no more than it sends, because R is at least T*K and a
+        row on its way back is at least as large as on its way there.
+        """
+        there, back = self.wire_rows
+        as_source = self.layers * self.balanced_rows - self.busiest_rows / self.ep
+        return as_source * there + self.busiest_rows * (1 - 1 / self.ep) * back
+
+
+def cost_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Amounts of each case, by the table's index: FLOP, bytes and rows, mean and busiest rank.
+
+    `usefulFLOP`, `modeledHBMBytes` and `wireBytes` are the study's; `busiest...` are the sums
+    over layers of the busiest rank's, which bound the time because all ranks wait for it.
+    """
+    work = Work(table=table)
+    columns = {
+        "usefulFLOP": work.routed_flop + work.shared_flop,
+        "routedFLOP": work.routed_flop,
+        "sharedFLOP": work.shared_flop,
+        "busiestRoutedFLOP": work.busiest_flop,
+        "modeledHBMBytes": work.hbm,
+        "busiestHBMBytes": work.busiest_hbm,
+        "wireBytes": work.wire,
+        "busiestWireBytes": work.busiest_wire,
+        "balancedRows": work.balanced_rows,
+        "busiestRows": work.rows.busiest.max(axis=1, initial=0),
+        "rank0Rows": work.rows.rank0.sum(axis=1),
+    }
+    return pd.DataFrame(columns, index=table.index)
