@@ -171,6 +171,14 @@ def _show_parameters(notebook: Path) -> None:
     Console().print(table)
 
 
+@bench.command("plan")
+def bench_plan_command(as_json: Json = False) -> None:
+    """Time to cost and plan a table of 100,000 random cases."""
+    from workbench.speed import bench_plan
+
+    print_figures(bench_plan(), as_json)
+
+
 @bench.command("runner")
 def bench_runner(repeats: int = 3, as_json: Json = False) -> None:
     """Time from call to return for a notebook that does nothing: what the runner itself costs."""
