@@ -13,6 +13,7 @@ import pytest
 from workbench.bench.record import REFERENCE, load_table
 from workbench.errors import InputError
 from workbench.notebook import MAX_BYTES, NotebookError
+from workbench.report.draw import figure_data
 from workbench.report.figures import FIGURES
 from workbench.report.report import ReportParameters, open_report
 from workbench.study import NOTEBOOK, build_report
@@ -175,6 +176,15 @@ def test_a_cell_that_fails_fails_the_run(tmp_path, monkeypatch):
         build_report(None, {"formats": ["html"]})
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
     assert not (tmp_path / "index.html").exists()
+
+
+def test_a_device_that_is_named_holds_all_cases():
+    found = open_report(ReportParameters(hardware="H200", category=["packing"])).figures["roofline"]
+    assert "H200" in found.layout.title.text
+    assert "cases on NVIDIA GB300" in found.layout.title.text
+    assert figure_data(found)["case"].count() == 20
+    roof = figure_data(found)
+    assert roof.loc[roof["series"] == "BF16 roof", "y"].max() == 989
 
 
 def test_a_folder_of_ones_own_records_is_reported(tmp_path):

@@ -28,8 +28,9 @@ class ReportParameters(BaseModel):
     """Parameters of the report notebook. An empty list selects everything.
 
     `results`: a result file, a record file or a folder with records; empty for the published
-    study. `hardware`: the device whose peaks the cases are held against; empty for that of the
-    cases. `hardware_file`: peaks of one's own in place of the packaged ones.
+    study. `hardware`: the device whose peaks all cases are held against; empty for the device of
+    the most cases, which then holds only its own. `hardware_file`: peaks of one's own in place of
+    the packaged ones.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +61,13 @@ class Report:
     @cached_property
     def figures(self) -> dict[str, go.Figure]:
         """Every figure of `FIGURES`, by name."""
-        return all_figures(self.table, self.hardware, self.parameters.hardware_file or None)
+        chosen = self.parameters
+        return all_figures(
+            self.table,
+            self.hardware,
+            chosen.hardware_file or None,
+            every_device=bool(chosen.hardware),
+        )
 
     def export(self, folder: Path) -> Exported:
         """Write the figures into `folder`/figures and the cases into `folder`/data: `cases.csv`,
