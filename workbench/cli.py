@@ -66,8 +66,7 @@ def reported(name: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def _cell_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
-        print(f"{name}: started", file=sys.stderr)
-        yield lambda index, cells: None
+        yield lambda index, cells: None if index else print(f"{name}: started", file=sys.stderr)
         return
     from rich.console import Console
     from rich.progress import Progress
