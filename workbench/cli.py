@@ -5,15 +5,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import workbench
 from workbench.errors import InputError
-
-if TYPE_CHECKING:
-    from workbench.notebook import Run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,14 +46,15 @@ def print_figures(figures: Mapping[str, float | int | str], as_json: bool) -> No
     Console().print(table)
 
 
-def execute(notebook: Path, out: Path, given: Mapping[str, Any]) -> "Run":
-    """`run_notebook` for a command that executes one notebook: with progress on stderr; a failing
-    cell is shown and ends the command with exit code 1, Ctrl-C with 130."""
-    from workbench.notebook import NotebookError, run_notebook
+@contextmanager
+def reported(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Around one notebook: progress on stderr by the yielded `on_cell`; a failing cell is shown and
+    ends the command with exit code 1, Ctrl-C with 130."""
+    from workbench.notebook import NotebookError
 
     try:
-        with _cell_progress(notebook.name) as on_cell:
-            return run_notebook(notebook, out, given, on_cell=on_cell)
+        with _cell_progress(name) as on_cell:
+            yield on_cell
     except NotebookError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
@@ -157,6 +155,44 @@ def run_command(
     print(folder / "index.html")
     if failed:
         raise typer.Exit(1)
+
+
+@app.command("report")
+def report_command(
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--param", "-p", metavar="NAME=VALUE", help="A parameter of the report notebook."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where run folders go [default: outputs/runs]."),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show-parameters", help="List the report's parameters and stop.")
+    ] = False,
+) -> None:
+    """Write the report of the published study, or of results of your own, and print its page.
+
+    * `-p ep=64 -p precision=mxfp8` reports on a part of the study.
+
+    * `-p results=PATH` on a result file, a record or a folder of records.
+
+    * `-p hardware=GB200` holds the cases against another device's peaks; `-p hardware_file=PATH`
+      takes the peaks from a file of your own.
+    """
+    from workbench.parameters import grid, notebook_parameters
+    from workbench.study import NOTEBOOK, build_report
+
+    if show:
+        _show_parameters(NOTEBOOK)
+        return
+    points = grid(NOTEBOOK, notebook_parameters(NOTEBOOK), param or [])
+    if len(points) > 1:
+        raise InputError("a report has one value per parameter; `workbench run` makes grids")
+    with reported(NOTEBOOK.name) as on_cell:
+        print(build_report(out, points[0], on_cell))
 
 
 def _show_parameters(notebook: Path) -> None:

@@ -14,7 +14,7 @@ import pandas as pd
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from workbench.bench.record import write_atomic
+from workbench.files import write_atomic
 from workbench.report import tables
 from workbench.report.export import Exported
 from workbench.report.figures import FIGURES

@@ -15,8 +15,9 @@ import plotly.graph_objects as go
 from pydantic import BaseModel, ConfigDict
 
 import workbench
-from workbench.bench.record import REFERENCE, export_results, load_table, write_atomic
+from workbench.bench.record import REFERENCE, export_results, load_table
 from workbench.errors import InputError
+from workbench.files import sha256, write_atomic
 from workbench.hardware import Hardware, known_devices, load_hardware, match_device
 from workbench.report.export import FORMATS, Exported, Format, export_figures
 from workbench.report.figures import all_figures
@@ -114,7 +115,7 @@ def open_report(parameters: ReportParameters) -> Report:
     return Report(
         parameters=parameters,
         source=source,
-        input_sha256=_sha256(source),
+        input_sha256=_fingerprint(source),
         table=table,
         hardware=_hardware(table, parameters.hardware, parameters.hardware_file or None),
     )
@@ -130,9 +131,9 @@ def _hardware(table: pd.DataFrame, name: str, path: str | None) -> Hardware | No
         return None
 
 
-def _sha256(source: Path) -> str:
+def _fingerprint(source: Path) -> str:
     if source.is_file():
-        return hashlib.sha256(source.read_bytes()).hexdigest()
+        return sha256(source)
     digest = hashlib.sha256()
     for file in sorted(source.rglob("*.record.json")):
         digest.update(f"{file.relative_to(source)}\0".encode() + file.read_bytes())
