@@ -31,7 +31,6 @@ Axis = int | tuple[int, int]
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OUTPUT_DTYPES = (torch.float64, *INPUT_DTYPES)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _INF_BITS = 0x7F800000
 _MIN_FLOAT32 = 2.0**-149
 
@@ -74,7 +73,7 @@ class FormatSpec:
 
     @property
     def bits_per_value(self) -> float:
-        """Storage with one scale per `block` values, in bits; the NVFP4 tensor scale is left out."""
+        """Storage in bits, one scale per `block` values; NVFP4's tensor scale is left out."""
         return _ELEMENTS[self.element].bits + (8 / self.block if self.scale != "none" else 0.0)
 
     @property
@@ -325,11 +324,15 @@ def _encode(scaled: Tensor, element: Element, bad: Tensor) -> Tensor:
 
 def _e2m1_codes(scaled: Tensor) -> Tensor:
     """uint8 codes 0..15 of float32 or float64 values; a NaN gives a code without meaning."""
-    magnitude = scaled.abs().contiguous()
-    ties = torch.tensor(_E2M1_TIES, dtype=scaled.dtype, device=scaled.device)
-    # code i is the number of boundaries below the value; a tie must go to the even code, so every
-    # second boundary sits just under its tie
-    below = torch.nextafter(ties, torch.zeros_like(ties))
-    ties[1::2] = below[1::2]
-    code = torch.bucketize(magnitude, ties, out_int32=True).to(torch.uint8)
+    integer, mantissa, bias = (
+        (torch.int32, 23, 127) if scaled.dtype == torch.float32 else (torch.int64, 52, 1023)
+    )
+    magnitude = scaled.abs().clamp_(max=6.0)
+    # below 1 the codes count halves; torch.round takes a tie to the even one
+    below_one = torch.round(magnitude * 2).to(torch.uint8)
+    # above, exponent and one mantissa bit are the code, rounded to nearest even by the carry
+    code = magnitude.view(integer) >> (mantissa - 1)
+    code.bitwise_and_(1).add_(magnitude.view(integer)).add_((1 << (mantissa - 2)) - 1)
+    code = code.bitwise_right_shift_(mantissa - 1).sub_(2 * bias - 2).to(torch.uint8)
+    code = torch.where(magnitude < 1, below_one, code)
     return code.add_(torch.signbit(scaled), alpha=8)
