@@ -13,7 +13,8 @@ The reference is the same layer in float64 on the same unquantised inputs.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Literal, get_args
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from workbench.formats import Axis, FormatSpec, Quantised, quantise, resolve, sqnr_db
@@ -77,8 +77,10 @@ class Study:
         if (self.kind == "tensor") != (self.tensor is not None):
             raise StudyError(f"kind={self.kind!r} must be 'tensor' just when a tensor is given")
         if self.tensor is not None:
-            content = check_tensor(self.tensor, "tensor").contiguous().numpy()
-            shape = repr(tuple(self.tensor.shape)).encode()
+            # a copy, so that what is cached under the digest cannot change
+            own = check_tensor(self.tensor, "tensor").clone(memory_format=torch.contiguous_format)
+            object.__setattr__(self, "tensor", own)
+            content, shape = own.numpy(), repr(tuple(own.shape)).encode()
             object.__setattr__(
                 self, "digest", hashlib.sha256(shape + content.tobytes()).hexdigest()
             )
@@ -86,7 +88,8 @@ class Study:
 
 def sqnr(study: Study, fmt: str | FormatSpec) -> dict[str, float]:
     """SQNR in dB by metric (`METRICS`) of one format; cached. Infinite where nothing is lost."""
-    return dict(_sqnr(study, resolve(fmt)))
+    with _one_thread():
+        return dict(_sqnr(study, resolve(fmt)))
 
 
 def sqnr_table(study: Study, formats: Sequence[str]) -> pd.DataFrame:
@@ -105,10 +108,11 @@ def scale_histogram(study: Study, formats: Sequence[str]) -> pd.DataFrame:
     The exponent is floor(log2 scale), NVFP4's with the tensor scale in it. Scales of 0 (NVFP4)
     count at -127, where E8M0 puts an all-zero block. A format without scales has no rows.
     """
+    with _one_thread():
+        counts = [(spec, *_scale_counts(study, spec)) for spec in map(resolve, formats)]
     frames = [
         pd.DataFrame({"fmt": s.name, "label": s.label, "exponent": exponents, "blocks": blocks})
-        for s in map(resolve, formats)
-        for exponents, blocks in [_scale_counts(study, s)]
+        for s, exponents, blocks in counts
     ]
     columns = ["fmt", "label", "exponent", "blocks"]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)
@@ -150,6 +154,17 @@ def check_tensor(x: Tensor, name: str) -> Tensor:
     if not values.any():
         raise StudyError(f"{name} values must not all be zero")
     return values
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread inside: the operations are small, and a busy second core stalls them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _read_npy(path: Path) -> Tensor:
@@ -322,7 +337,7 @@ def _draw(rng: np.random.Generator, kind: Kind, rows: int, columns: int) -> Tens
 
 def _crop(tensor: Tensor, rows: int, columns: int) -> Tensor:
     """At most [rows, columns] of a tensor: evenly spaced rows, the first columns."""
-    x = tensor.detach().cpu().float()
+    x = tensor
     if x.ndim < 2:
         flat = x.reshape(-1)
         width = min(columns, flat.numel())
