@@ -31,7 +31,6 @@ Axis = int | tuple[int, int]
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OUTPUT_DTYPES = (torch.float64, *INPUT_DTYPES)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_INF_BITS = 0x7F800000
 _MIN_FLOAT32 = 2.0**-149
 
 
@@ -181,7 +180,7 @@ def quantise(x: Tensor, fmt: str | FormatSpec, *, axis: Axis = -1) -> Quantised:
     else:
         blocks = _to_blocks(x.detach().float(), axis, spec.block)
         amax = blocks.abs().amax(dim=_block_dims(axis), keepdim=True)
-        bad = amax.view(torch.int32) >= _INF_BITS  # an infinity or a NaN, which amax hands on
+        bad = ~torch.isfinite(amax)  # an infinity or a NaN, which amax hands on, of either sign
         if spec.rule == "nvfp4":
             scale, tensor_scale, scaled = _nvfp4_scale(blocks, amax, bad)
         else:
@@ -237,7 +236,7 @@ def _check(x: Tensor, axis: Axis) -> Axis:
     if any(not -x.ndim <= a < x.ndim for a in axes):
         raise FormatError(f"axis={axis} must be within the {x.ndim} dimensions of x")
     found = sorted(a % x.ndim for a in axes)
-    if len(set(found)) != len(axes) or len(axes) > 2:
+    if len(set(found)) != len(axes) or len(axes) not in (1, 2):
         raise FormatError(f"axis={axis} must be one axis or two different ones")
     return found[0] if len(found) == 1 else (found[0], found[1])
 
