@@ -214,6 +214,48 @@ def test_powers_of_two_and_their_neighbours(name: str) -> None:
     assert codes(got.scale_codes)[:, 0].tolist() == expected
 
 
+def with_neighbours(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float32)
+    return np.concatenate([x, np.nextafter(x, np.float32(0)), np.nextafter(x, np.float32(np.inf))])
+
+
+@pytest.mark.parametrize("name", MX)
+def test_ties_between_codes_and_their_neighbours(name: str) -> None:
+    spec = FORMATS[name]
+    values = np.arange(8 if spec.element == "e2m1" else 128, dtype=np.uint8)
+    values = values.view(NUMPY[spec.element]).astype(np.float64)
+    values = values[np.isfinite(values)]
+    ties = with_neighbours((values[:-1] + values[1:]) / 2)
+    exponents = np.arange(-100, 110, 7)
+    x = np.zeros((len(exponents), 2 * len(ties), 32), np.float32)
+    x[:, :, 3] = np.ldexp(np.concatenate([ties, -ties]), exponents[:, None])
+    x[:, :, 4] = np.ldexp(float(LARGEST[spec.element]), exponents[:, None])
+    got = assert_matches_oracle(x, name, (2,))
+    at_tie = codes(got.data)[:, : len(values) - 1, 3]
+    assert (at_tie % 2 == 0).all()
+
+
+@pytest.mark.parametrize("g", [1.0, 2.0**-20, 0.3, 1.7e-5, 12345.678])
+def test_nvfp4_ties_of_scale_and_data(g: float) -> None:
+    """Where float32 arithmetic would round a quotient onto a tie, or off it."""
+    amax = np.float32(2688 * g)
+    exact_g = float(np.float32(amax / 2688))
+    scales = (E4M3_VALUES[1:-1] + E4M3_VALUES[2:]) / 2
+    blocks = with_neighbours(np.concatenate([scales, E4M3_VALUES[1:]]) * 6 * exact_g)
+    x = np.zeros((len(blocks) + 1, 16), np.float32)
+    x[1:, 0] = np.minimum(blocks, amax)
+    x[0, 0] = amax
+    step = E4M3_VALUES[oracle(x, "nvfp4", (1,))[1][:, 0]] * exact_g
+    ties = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
+    for tie in ties:
+        near = (tie * step).astype(np.float32)
+        for column, value in enumerate(
+            (near, *(np.nextafter(near, np.float32(d)) for d in (0, 9)))
+        ):
+            x[:, 1 + column] = np.minimum(value, x[:, 0])
+        assert_matches_oracle(x, "nvfp4", (1,))
+
+
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("axis", [0, 1, (0, 1)])
 @pytest.mark.parametrize("poison", [math.nan, -math.nan, math.inf, -math.inf])

@@ -1,4 +1,4 @@
-"""Block-scaled number formats: MXFP8, MXFP4 and NVFP4, bit-exact, in torch on any device.
+"""Block-scaled number formats: MXFP8, MXFP4 and NVFP4, bit-exact, in torch.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for the elements, E8M0 and the `floor` scale rule;
 NVIDIA's cuBLAS "block scaling" and Transformer Engine documentation for `rceil` and NVFP4.
