@@ -1,0 +1,140 @@
+"""Robust least squares of the time model's parameters against measured times.
+
+Residuals are logarithms of predicted over measured iterationMS, forwardMS and backwardMS, the last
+two at half weight because iterationMS is what is asked for. Huber's loss keeps a few odd cases
+from bending the rest. A prior adds noise * (value - mean) / deviation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy.optimize import least_squares
+
+from workbench.hardware import Hardware
+from workbench.model.parameters import GROUPS, PARAMETERS, Group, slots
+from workbench.model.timemodel import Terms, Times, layer_terms, predict_times
+
+Array = npt.NDArray[Any]
+Slot = tuple[str, str]
+WEIGHTS = {"iterationMS": 1.0, "forwardMS": 0.5, "backwardMS": 0.5}
+NOISE = 0.01
+"""Relative residual of a good measurement, the first guess: it scales priors and Huber's loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Measured cases, their terms by group, and the parameters that they need.
+
+    `rows[i]` are the indices in the table of the cases of `terms[i]`. `measured` holds the three
+    times as float64 [N], NaN where there is none.
+    """
+
+    terms: tuple[Terms, ...]
+    rows: tuple[Array, ...]
+    measured: dict[str, Array]
+    slots: tuple[Slot, ...]
+    constants: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls, table: pd.DataFrame, hardware: Hardware, constants: Mapping[str, float]
+    ) -> "Problem":
+        found = {group: rows for group, rows in group_rows(table).items() if len(rows)}
+        return cls(
+            terms=tuple(
+                layer_terms(table.iloc[rows], group, hardware, constants)
+                for group, rows in found.items()
+            ),
+            rows=tuple(found.values()),
+            measured={name: table[name].to_numpy(np.float64) for name in WEIGHTS},
+            slots=tuple(slots(found)),
+            constants=constants,
+        )
+
+    def predict(self, values: Array) -> Times:
+        """Times [B, N] for values [B, P] of the slots, in their order."""
+        count = len(self.measured["iterationMS"])
+        out = np.full((3, len(values), count), np.nan)
+        for terms, rows in zip(self.terms, self.rows, strict=True):
+            p = group_values(values, self.slots, terms.group)
+            out[..., rows] = predict_times(p, terms, self.constants)
+        return Times(*out)
+
+    def log_ratios(self, values: Array) -> dict[str, Array]:
+        """log(predicted / measured) of each time, [B, N]."""
+        times = self.predict(values)
+        named = zip(WEIGHTS, (times.iteration, times.forward, times.backward), strict=True)
+        return {name: np.log(time / self.measured[name]) for name, time in named}
+
+    def fit(self, use: npt.NDArray[np.bool_]) -> Array:
+        """Values [P] of the slots that fit the cases of `use` [N].
+
+        Two rounds: the second takes the noise from the residuals of the first, so that priors
+        count for little where the data are clean.
+        """
+        values, noise = self.start(), NOISE
+        for _ in range(2):
+            values = self._solve(values, use, noise)
+            ratio = self.log_ratios(values[None])["iterationMS"][0, use]
+            noise = float(np.clip(1.4826 * np.median(np.abs(ratio)), 1e-7, 2 * NOISE))
+        return values
+
+    def start(self) -> Array:
+        """Where a fit begins: every parameter at the mean of its prior, [P]."""
+        return np.array([PARAMETERS[name].mean for name, _ in self.slots])
+
+    def _solve(self, start: Array, use: npt.NDArray[np.bool_], noise: float) -> Array:
+        mean = self.start()
+        deviation = np.array([PARAMETERS[name].deviation for name, _ in self.slots])
+        upper = np.array([PARAMETERS[name].upper for name, _ in self.slots])
+        step = 1e-6 * np.maximum(mean, 1e-3)
+
+        def residuals(values: Array) -> Array:
+            ratios = self.log_ratios(values)
+            parts = []
+            for name, weight in WEIGHTS.items():
+                known = use & np.isfinite(self.measured[name])
+                parts.append(weight * ratios[name][:, known])
+            return np.concatenate([*parts, noise * (values - mean) / deviation], axis=1)
+
+        def jacobian(values: Array) -> Array:
+            both = residuals(np.concatenate([values[None], values + np.diag(step)]))
+            return ((both[1:] - both[0]) / step[:, None]).T
+
+        found = least_squares(
+            lambda values: residuals(values[None])[0],
+            np.clip(start, 1e-6, upper - 1e-6),
+            jac=jacobian,
+            bounds=(0.0, upper),
+            x_scale=deviation,
+            loss="huber",
+            f_scale=noise,
+            ftol=1e-8,
+            xtol=1e-8,
+        )
+        return found.x
+
+
+def group_rows(table: pd.DataFrame) -> dict[Group, Array]:
+    """Row numbers of each group's cases, in the order of GROUPS; unknown groups are left out."""
+    keys = [table[name].to_numpy(str) for name in Group._fields]
+    return {
+        group: np.flatnonzero(
+            np.logical_and.reduce([key == part for key, part in zip(keys, group, strict=True)])
+        )
+        for group in GROUPS
+    }
+
+
+def group_values(values: Array, known: tuple[Slot, ...], group: Group) -> dict[str, Any]:
+    """Every parameter for one group, as [B, 1] columns of values [B, P]."""
+    index = {slot: i for i, slot in enumerate(known)}
+    found: dict[str, Any] = {}
+    for name, parameter in PARAMETERS.items():
+        slot = parameter.scope.get(group)
+        found[name] = parameter.otherwise if slot is None else values[:, index[name, slot], None]
+    return found
