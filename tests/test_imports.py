@@ -23,7 +23,7 @@ FLOW = (
     ("explore",),
     ("parameters", "execute"),
     ("notebook",),
-    ("grid",),
+    ("grid", "study"),
     ("speed",),  # times the parts of the workbench, so it stands after all of them
     ("cli",),
 )

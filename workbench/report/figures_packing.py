@@ -55,7 +55,7 @@ def load(table: pd.DataFrame) -> go.Figure:
 def slot(table: pd.DataFrame) -> go.Figure:
     """Activation slot and scratch of dist_moe: used on the fullest rank, and reserved."""
     title = "Packing: slot and scratch of dist_moe"
-    found = tables.packing(table)
+    found = tables.packing_plan(table)
     found = found[found["scratchBytes"].notna()]
     if found.empty:
         return empty(title, "no packing cases of dist_moe in this selection")

@@ -5,6 +5,7 @@ Links lead to the files beside it.
 """
 
 import html
+import logging
 from importlib.metadata import files
 from pathlib import Path
 
@@ -46,8 +47,8 @@ body { font: 14px/1.5 system-ui, Arial, sans-serif; color: #222; max-width: 900p
        margin: 0 auto; padding: 8px 16px; }
 pre { background: #f6f6f6; padding: 6px 10px; overflow-x: auto; font-size: 12px; }
 .jp-OutputPrompt, .jp-InputPrompt, .prompt, .anchor-link { display: none; }
-table { border-collapse: collapse; font-size: 12px; }
-th, td { text-align: right; padding: 2px 8px; border-bottom: 1px solid #ddd; }
+table { border-collapse: collapse; font-size: 12px; border: 0; }
+th, td { border: 0; text-align: right; padding: 2px 8px; border-bottom: 1px solid #ddd; }
 img { max-width: 100%; }
 """
 
@@ -99,7 +100,10 @@ def notebook_html(notebook: Path) -> str:
     # found through the distribution: the search path misses an environment laid over another
     packaged = [Path(str(f.locate())) for f in files("nbconvert") or () if f.name == "conf.json"]
     templates = sorted({str(path.parents[1]) for path in packaged})
+    quiet = logging.getLogger("workbench.report.nbconvert")
+    quiet.setLevel(logging.ERROR)  # it warns of SVG images without alt text
     exporter = HTMLExporter(
+        log=quiet,
         template_name="basic",
         extra_template_basedirs=templates,
         extra_template_paths=templates,

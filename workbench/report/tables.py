@@ -117,6 +117,7 @@ def headline(table: pd.DataFrame) -> pd.DataFrame:
     ]
     groups.insert(0, "group", names)
     total.insert(0, "group", "all pairs")
+    total[GROUP] = "all"
     return pd.concat([groups, total], ignore_index=True)
 
 
@@ -148,33 +149,39 @@ def width(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def packing(table: pd.DataFrame) -> pd.DataFrame:
-    """Cases over several layers with the columns of `plan_table`, and `scratchUsedBytes`: what the
-    largest layer takes of dist_moe's scratch on the busiest rank. NaN where no plan applies or
-    the published system would refuse the shape."""
-    frame = with_series(table[table["category"] == "packing"], by=["mode", "ep", "profile"])
-    planned = [_planned(frame.iloc[[n]]) for n in range(len(frame))]
-    columns = [*PLAN_COLUMNS, "scratchUsedBytes"]
-    joined = pd.concat(planned) if planned else pd.DataFrame(columns=columns)
-    return pd.concat([frame, joined[columns].astype(float)], axis=1)
+    """Cases over several layers."""
+    return with_series(table[table["category"] == "packing"], by=["mode", "ep", "profile"])
 
 
-def _planned(case: pd.DataFrame) -> pd.DataFrame:
+def packing_plan(table: pd.DataFrame) -> pd.DataFrame:
+    """`packing` with the columns of `plan_table`, and `scratchUsedBytes`: what the largest layer
+    takes of dist_moe's scratch on the busiest rank. NaN where no plan applies or the published
+    system would refuse the shape."""
+    frame = packing(table)
     try:
-        plan = plan_table(case)
-    except ValueError:  # a shape that the published system would refuse
-        plan = pd.DataFrame(np.nan, index=case.index, columns=list(PLAN_COLUMNS))
-    used: Any = np.nan
-    if plan["scratchBytes"].notna().all():
-        row = case.iloc[0]
-        used = pa.scratch_bytes(
-            row["D"],
-            row["F"],
-            int(plan["busiestPaddedRows"].iloc[0]),
-            row["precision"] == "mxfp8",
-            row["pipeline"] == "mega",
-            row["mode"] == "inference",
-        )
-    return plan.assign(scratchUsedBytes=used)
+        plan = plan_table(frame)
+    except ValueError:  # one refused shape refuses the table
+        plans = [_plan_or_nan(frame.iloc[[n]]) for n in range(len(frame))]
+        plan = pd.concat(plans)
+    known = plan["scratchBytes"].notna()
+    cases = frame[known]
+    used = pa.scratch_bytes(
+        cases["D"],
+        cases["F"],
+        plan.loc[known, "busiestPaddedRows"].astype(int),
+        cases["precision"] == "mxfp8",
+        cases["pipeline"] == "mega",
+        cases["mode"] == "inference",
+    )
+    plan["scratchUsedBytes"] = pd.Series(used, cases.index, dtype=float)
+    return pd.concat([frame, plan], axis=1)
+
+
+def _plan_or_nan(case: pd.DataFrame) -> pd.DataFrame:
+    try:
+        return plan_table(case)
+    except ValueError:
+        return pd.DataFrame(np.nan, index=case.index, columns=list(PLAN_COLUMNS))
 
 
 def packing_layers(table: pd.DataFrame) -> pd.DataFrame:
