@@ -33,12 +33,12 @@ def calibrate(
     """
     table = measured_cases(table)
     check_enough(table)
-    hardware = hardware or _device(table)
+    hardware = hardware or device_of(table)
     problem = Problem.of(table, hardware, CONSTANTS)
     values = problem.fit(np.ones(len(table), bool))
     held_out = hold_out(problem, workloads(table))["iterationMS"]
     interval = quantile(held_out)
-    far = [hold_out(problem, away)["iterationMS"] for away in beyond(table)]
+    far = [hold_out(problem, away)["iterationMS"] for away in beyond(table).values()]
     wider = max(WIDER * interval, *(quantile(found) for found in far), 0.0)
     named: dict[str, dict[str, float]] = {name: {} for name in PARAMETERS}
     for (name, slot), value in zip(problem.slots, values.tolist(), strict=True):
@@ -105,17 +105,16 @@ def workloads(table: pd.DataFrame) -> list[Mask]:
     return [keys == key for key in range(keys.max() + 1)]
 
 
-def beyond(table: pd.DataFrame) -> list[list[Mask]]:
-    """What to hold out to see errors of extrapolation: the largest EP, F and single load each."""
-    found = []
-    for column in ("ep", "F"):
-        values = table[column]
-        if values.nunique() > 2:
-            found.append([(values == values.max()).to_numpy()])
+def beyond(table: pd.DataFrame) -> dict[str, list[Mask]]:
+    """What to hold out to see errors of extrapolation: the cases with the largest EP, F and
+    single-layer load, one fold each, where smaller ones of at least two sizes remain."""
     single = table["profile"].isna().to_numpy()
-    loads = table["imbalance"].to_numpy()[single]
-    if len(np.unique(loads)) > 2:
-        found.append([single & (table["imbalance"].to_numpy() == loads.max())])
+    load = np.where(single, table["imbalance"].to_numpy(), np.nan)
+    found = {}
+    for kind, values in (("ep", table["ep"]), ("F", table["F"]), ("load", load)):
+        sizes = np.unique(values[~np.isnan(values)])
+        if len(sizes) > 2:
+            found[kind] = [np.asarray(values) == sizes[-1]]
     return found
 
 
@@ -143,7 +142,8 @@ def quantile(ratios: Array, coverage: float = COVERAGE) -> float:
     return float(known[min(int(np.ceil((len(known) + 1) * coverage)), len(known)) - 1])
 
 
-def _device(table: pd.DataFrame) -> Hardware:
+def device_of(table: pd.DataFrame) -> Hardware:
+    """The one device of a table's records. Raises InputError for several, or an unknown one."""
     names = {match_device(str(name)) for name in table["device"].unique()}
     if len(names) > 1:
         raise InputError(f"device={', '.join(sorted(names))} must be one: calibrate each alone")

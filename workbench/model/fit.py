@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 
 from workbench.hardware import Hardware
 from workbench.model.parameters import GROUPS, PARAMETERS, Group, slots
-from workbench.model.timemodel import Terms, Times, layer_terms, predict_times
+from workbench.model.timemodel import CaseArrays, Terms, Times, layer_terms, predict_times
 
 Array = npt.NDArray[Any]
 Slot = tuple[str, str]
@@ -44,9 +44,10 @@ class Problem:
         cls, table: pd.DataFrame, hardware: Hardware, constants: Mapping[str, float]
     ) -> "Problem":
         found = {group: rows for group, rows in group_rows(table).items() if len(rows)}
+        cases = CaseArrays.of(table)
         return cls(
             terms=tuple(
-                layer_terms(table.iloc[rows], group, hardware, constants)
+                layer_terms(cases.take(rows), group, hardware, constants)
                 for group, rows in found.items()
             ),
             rows=tuple(found.values()),
@@ -121,13 +122,17 @@ class Problem:
 
 def group_rows(table: pd.DataFrame) -> dict[Group, Array]:
     """Row numbers of each group's cases, in the order of GROUPS; unknown groups are left out."""
-    keys = [table[name].to_numpy(str) for name in Group._fields]
-    return {
-        group: np.flatnonzero(
-            np.logical_and.reduce([key == part for key, part in zip(keys, group, strict=True)])
-        )
-        for group in GROUPS
-    }
+    found = np.full(len(table), -1)
+    number = np.zeros(len(table), np.int64)
+    labels: list[tuple[str, ...]] = [()]
+    for name in Group._fields:
+        codes, names = pd.factorize(table[name])
+        number = number * len(names) + codes
+        labels = [(*label, str(part)) for label in labels for part in names]
+    for i, group in enumerate(GROUPS):
+        if tuple(group) in labels:
+            found[number == labels.index(tuple(group))] = i
+    return {group: np.flatnonzero(found == i) for i, group in enumerate(GROUPS)}
 
 
 def group_values(values: Array, known: tuple[Slot, ...], group: Group) -> dict[str, Any]:

@@ -13,8 +13,12 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import nnls
 
+from workbench.model.fit import group_rows
+from workbench.model.parameters import Group
+from workbench.model.timemodel import CaseArrays
 from workbench.moe import plan_arithmetic as pa
-from workbench.moe.case_plan import CasePlans
+from workbench.moe.plan import MokConfig
+from workbench.moe.plan_table import dist_moe_table
 
 Array = npt.NDArray[Any]
 GIB = 2.0**30
@@ -44,50 +48,70 @@ MEMORY_UNITS: Mapping[str, str] = {
 PLANNED = ("slot", "scratch")
 
 
-def memory_amounts(table: pd.DataFrame) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(GiB planned by dist_moe: `slot`, `scratch`; 2**30 pieces per term), each [N].
+def memory_amounts(cases: CaseArrays, group: Group) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(GiB planned by dist_moe: `slot`, `scratch`; 2**30 pieces of the other terms) of the cases
+    of one group, [N]; terms that the group does not have are left out.
 
     The study's single layers keep everything that scratchFactor admits, so that is their slot.
     """
-    ints = {n: table[n].to_numpy(np.float64) for n in ("T", "D", "F", "E", "K", "ep", "layers")}
-    T, D, F, K, layers = (ints[n] for n in ("T", "D", "F", "K", "layers"))
-    dist = (table["backend"] == "dist_moe").to_numpy()
-    mok = (table["backend"] == "mok").to_numpy()
-    training = (table["mode"] == "training").to_numpy()
-    mxfp8 = (table["precision"] == "mxfp8").to_numpy()
-    routed = layers * (ints["E"] / ints["ep"]) * 3 * D * F
-    every = routed + layers * table["sharedExperts"].to_numpy(np.float64) * 3 * D * F
-    tokens = layers * T
-    capacity = mok * table["scratchFactor"].to_numpy(np.float64) * T * K
-    asked = np.floor(table["slotFactor"].to_numpy(np.float64) * T * K + 0.5).astype(np.int64)
-    further = mok * training * (layers - 1) * pa.mok_retained_rows(asked, 4096) * (D + 3 * F)
+    T, D, F, K, layers = (cases.T, cases.D, cases.F, cases.K, cases.layers)
+    training = cases.training
+    mxfp8 = group.precision == "mxfp8"
+    expert = 3.0 * D * F
+    routed = layers * (cases.E // cases.ep) * expert
+    every = routed + layers * cases.sharedExperts * expert
     pieces = {
         "weight": every,
         "gradient": every * training,
-        "mxfp8_copies_dist_moe": routed * mxfp8 * dist,
-        "mxfp8_copies_mok": routed * mxfp8 * mok,
-        "token_buffers": tokens * D * dist,
-        "shared_activations": tokens * F * training * (table["sharedExperts"] > 0).to_numpy(),
-        "backward_tokens": T * D * training * dist,
-        "backward_columns": T * F * training * dist,
-        "row_buffers_D_bf16": capacity * D * ~mxfp8,
-        "row_buffers_F_bf16": capacity * F * ~mxfp8,
-        "row_buffers_D_mxfp8": capacity * D * mxfp8,
-        "row_buffers_F_mxfp8": capacity * F * mxfp8,
-        "row_gradients_D": capacity * D * training,
-        "row_gradients_F": capacity * F * training,
-        "retained_bf16": further * ~mxfp8,
-        "retained_mxfp8": further * mxfp8,
+        "shared_activations": layers * T * F * (training & (cases.sharedExperts > 0)),
     }
-    planned = {name: np.zeros(len(table)) for name in PLANNED}
-    if dist.any():
-        single = (table["layers"] == 1).to_numpy()
-        slot_factor = np.where(single, table["scratchFactor"], table["slotFactor"])
-        chosen = table.assign(slotFactor=slot_factor)[dist]
-        plan = CasePlans(table=chosen, backend="dist_moe").dist_moe
-        planned["slot"][dist] = plan["total_activation_bytes"] / GIB
-        planned["scratch"][dist] = plan["device_scratch_bytes"] / GIB
+    planned: dict[str, Array] = {}
+    if mxfp8:
+        pieces[f"mxfp8_copies_{group.backend}"] = routed
+    if group.backend == "dist_moe":
+        pieces["token_buffers"] = layers * T * D
+        pieces["backward_tokens"] = T * D * training
+        pieces["backward_columns"] = T * F * training
+        factor = np.where(layers == 1, cases.scratchFactor, cases.slotFactor)
+        plan = dist_moe_table(
+            num_local_input_tokens=T,
+            hidden_dim=D,
+            intermediate_dim=F,
+            top_k=K,
+            num_experts=cases.E,
+            max_moe_layers_per_activation_slot=layers,
+            ep_size=cases.ep,
+            precision=group.precision,
+            pipeline=group.pipeline,
+            inference=~training,
+            device_scratch_capacity_factor=cases.scratchFactor,
+            activation_slot_capacity_factor=np.where(training, factor, np.nan),
+        )
+        planned["slot"] = plan["total_activation_bytes"] / GIB
+        planned["scratch"] = plan["device_scratch_bytes"] / GIB
+    if group.backend == "mok":
+        capacity = cases.scratchFactor * T * K
+        kept = pa.mok_retained_rows(
+            np.floor(cases.slotFactor * T * K + 0.5).astype(np.int64), MokConfig.minibatch_rows
+        )
+        pieces[f"row_buffers_D_{group.precision}"] = capacity * D
+        pieces[f"row_buffers_F_{group.precision}"] = capacity * F
+        pieces["row_gradients_D"] = capacity * D * training
+        pieces["row_gradients_F"] = capacity * F * training
+        pieces[f"retained_{group.precision}"] = training * (layers - 1) * kept * (D + 3 * F)
     return planned, {name: amount / GIB for name, amount in pieces.items()}
+
+
+def _all_amounts(table: pd.DataFrame) -> pd.DataFrame:
+    """`memory_amounts` of a whole table, 0 where a term does not apply."""
+    cases = CaseArrays.of(table)
+    amounts = pd.DataFrame(0.0, index=range(len(table)), columns=[*PLANNED, *MEMORY_UNITS])
+    for group, rows in group_rows(table).items():
+        if len(rows):
+            planned, pieces = memory_amounts(cases.take(rows), group)
+            for name, values in (planned | pieces).items():
+                amounts.loc[rows, name] = values
+    return amounts
 
 
 def fit_memory(table: pd.DataFrame, use: npt.NDArray[np.bool_] | None = None) -> dict[str, float]:
@@ -100,27 +124,28 @@ def fit_memory(table: pd.DataFrame, use: npt.NDArray[np.bool_] | None = None) ->
     known = np.isfinite(measured) & (np.ones(len(table), bool) if use is None else use)
     if not known.any():
         return {}
-    planned, pieces = memory_amounts(table)
-    rest = (measured - planned["slot"] - planned["scratch"])[known] / measured[known]
-    columns = np.stack(list(pieces.values()), axis=1)[known] / measured[known, None]
+    amounts = _all_amounts(table)
+    rest = (measured - amounts[list(PLANNED)].sum(axis=1).to_numpy())[known] / measured[known]
+    columns = amounts[list(MEMORY_UNITS)].to_numpy()[known] / measured[known, None]
     scale = np.maximum(columns.max(axis=0), 1e-300)  # alike in size, or nnls stops early
     found, _ = nnls(columns / scale, rest)
-    return dict(zip(pieces, (found / scale).tolist(), strict=True))
+    return dict(zip(MEMORY_UNITS, (found / scale).tolist(), strict=True))
 
 
 def memory_terms(table: pd.DataFrame, constants: Mapping[str, float]) -> pd.DataFrame:
     """GiB of each term of each case, by the table's index; their sum is the prediction."""
-    planned, pieces = memory_amounts(table)
-    terms = planned | {name: constants[name] * amount for name, amount in pieces.items()}
-    return pd.DataFrame(terms, index=table.index)
+    terms = _all_amounts(table).set_index(table.index)
+    return terms * pd.Series(dict.fromkeys(PLANNED, 1.0) | dict(constants))
 
 
-def predict_memory(table: pd.DataFrame, constants: Mapping[str, float]) -> Array:
-    """Peak allocated GiB of each case, [N]; NaN without constants."""
-    if not constants:
-        return np.full(len(table), np.nan)
-    planned, pieces = memory_amounts(table)
-    total = planned["slot"] + planned["scratch"]
+def predict_memory(cases: CaseArrays, group: Group, constants: Mapping[str, float]) -> Array:
+    """Peak allocated GiB of the cases of one group, [N]; NaN without constants."""
+    if not constants or group.backend not in ("dist_moe", "mok"):
+        return np.full(len(cases.ep), np.nan)
+    planned, pieces = memory_amounts(cases, group)
+    total = np.zeros(len(cases.ep))
+    for amount in planned.values():
+        total = total + amount
     for name, amount in pieces.items():
         total = total + constants[name] * amount
     return total

@@ -19,13 +19,13 @@ from workbench.model.fit import group_rows
 from workbench.model.memory import predict_memory
 from workbench.model.parameters import Group
 from workbench.model.roofline import FLOORS
-from workbench.model.timemodel import Terms, binding, layer_terms, predict_times
+from workbench.model.timemodel import CaseArrays, Terms, binding, layer_terms, predict_times
 
 if TYPE_CHECKING:
     from workbench.model.calibration import Calibration
 
 Array = npt.NDArray[Any]
-BLOCK = 32_768
+BLOCK = 16_384
 THREADS = 2
 REASONS = (
     "",
@@ -70,13 +70,14 @@ def predict_table(
     groups = group_rows(table)
     _refuse_unknown(table, groups)
     groups = {group: rows for group, rows in groups.items() if len(rows)}
+    cases_of = CaseArrays.of(table)
     foreign = hardware.name != own.name
     for group in groups:  # refuse before any work is done
         calibration.group_values(group)
 
     def one(block: tuple[Group, Array]) -> None:
         group, rows = block
-        part = table.iloc[rows]
+        part = cases_of.take(rows)
         terms = layer_terms(part, group, hardware, calibration.constants)
         times = predict_times(calibration.group_values(group), terms, calibration.constants)
         for name, values in zip(TIMES, times, strict=True):
@@ -85,9 +86,8 @@ def predict_table(
             out[FLOOR_COLUMNS[name]][rows] = values
         out["binds"][rows] = binding(terms.floors)
         out["why"][rows] = 1 if foreign else _why(calibration, part, terms)
-        out["peakAllocatedGiB"][rows] = predict_memory(part, calibration.memory)
-        shared = part["T"].to_numpy() * (part["K"] + part["sharedExperts"]).to_numpy()
-        flop = shared * (6.0 * part["D"] * part["F"] * part["layers"]).to_numpy()
+        out["peakAllocatedGiB"][rows] = predict_memory(part, group, calibration.memory)
+        flop = part.T * (part.K + part.sharedExperts) * (6.0 * part.D * part.F * part.layers)
         flop *= np.where(terms.training, 3, 1)
         out["usefulTFPerGPU"][rows] = flop / (times.iteration * 1e9)
 
@@ -111,7 +111,7 @@ def predict_table(
         "calibratedOn": pd.Categorical.from_codes(np.zeros(count, np.int8), [own.name]),
     }
     kept = [n for n in table.columns if n not in METRICS and n not in columns]
-    predicted = pd.DataFrame(columns, index=table.index)
+    predicted = pd.DataFrame(columns, index=table.index, copy=False)
     return pd.concat([table[kept], predicted], axis=1)
 
 
@@ -144,27 +144,26 @@ def _refuse_no_link(table: pd.DataFrame, times: Array, hardware: Hardware) -> No
         )
 
 
-def _why(calibration: "Calibration", part: pd.DataFrame, terms: Terms) -> Array:
+def _why(calibration: "Calibration", part: CaseArrays, terms: Terms) -> Array:
     """Index into REASONS for each case of a block, 0 where records surround it."""
-    why = np.full(len(part), REASONS.index("mode without a record"), np.int8)
-    columns = {name: part[name].to_numpy() for name in ("ep", "F", "layers", *STUDY_SHAPE)}
+    why = np.full(len(part.ep), REASONS.index("mode without a record"), np.int8)
     again = (terms.minibatches > 0) | (terms.recompute > 0)
     beyond = np.add.reduceat(again, terms.start) > 0
     for known in calibration.ranges:
         if known.group != str(terms.group):
             continue
         here = terms.training == (known.mode == "training")
-        shape = np.zeros(len(part), bool)
+        shape = np.zeros(len(part.ep), bool)
         for sizes in known.shapes:
             shape |= np.logical_and.reduce(
-                [columns[n] == size for n, size in zip(STUDY_SHAPE, sizes, strict=True)]
+                [getattr(part, n) == size for n, size in zip(STUDY_SHAPE, sizes, strict=True)]
             )
         checks = {
             "shape without a record": ~shape,
-            "ep outside the records": ~_within(columns["ep"], known.ep),
-            "F outside the records": ~_within(columns["F"], known.F),
+            "ep outside the records": ~_within(part.ep, known.ep),
+            "F outside the records": ~_within(part.F, known.F),
             "load outside the records": ~_within(terms.factor, known.load),
-            "more layers than in any record": columns["layers"] > known.layers,
+            "more layers than in any record": part.layers > known.layers,
             "replay or recomputation without a record": beyond & (not known.replay),
         }
         found = np.select(list(checks.values()), [REASONS.index(name) for name in checks], 0)

@@ -20,7 +20,7 @@ M layers of all cases, B sets of parameters evaluated at once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ from workbench.model.parameters import MEGA, Group
 from workbench.model.roofline import FLOORS, link_ms
 from workbench.moe import plan_arithmetic as pa
 from workbench.moe.case_plan import CasePlans
+from workbench.moe.plan import MokConfig
 from workbench.routing import rank_rows
 
 Array = npt.NDArray[Any]
@@ -78,79 +79,114 @@ class Terms:
     factor: Array
 
 
-def layer_factors(table: pd.DataFrame) -> tuple[Array, Array]:
-    """(case index [M], imbalance factor [M]) of every layer of every case, in order."""
-    layers = table["layers"].to_numpy(np.int64)
-    case = np.repeat(np.arange(len(table)), layers)
-    factor = np.repeat(table["imbalance"].to_numpy(np.float64), layers)
-    several = (layers > 1) | table["profile"].notna().to_numpy()
-    if several.any():
-        codes, tuples = pd.factorize(table["factors"].to_numpy()[several])
-        flat = np.concatenate([np.asarray(t, np.float64) for t in tuples])
-        first = np.cumsum([0, *map(len, tuples)])[codes]
-        within = np.arange(len(case)) - np.repeat(np.cumsum(layers) - layers, layers)
-        chosen = several[case]
-        where = np.zeros(len(table), np.int64)
-        where[several] = first
-        factor[chosen] = flat[where[case[chosen]] + within[chosen]]
-    return case, factor
+@dataclass(frozen=True, kw_only=True)
+class CaseArrays:
+    """What a time depends on, as arrays [N] taken from a case table once."""
+
+    T: Array
+    D: Array
+    F: Array
+    E: Array
+    K: Array
+    ep: Array
+    layers: Array
+    sharedExperts: Array
+    imbalance: Array
+    slotFactor: Array
+    scratchFactor: Array
+    training: Array
+    packing: Array
+    table: pd.DataFrame
+    row: Array
+
+    @classmethod
+    def of(cls, table: pd.DataFrame) -> "CaseArrays":
+        whole = ("T", "D", "F", "E", "K", "ep", "layers", "sharedExperts")
+        real = ("imbalance", "slotFactor", "scratchFactor")
+        return cls(
+            **{name: table[name].to_numpy(np.int64) for name in whole},
+            **{name: table[name].to_numpy(np.float64) for name in real},
+            training=(table["mode"] == "training").to_numpy(),
+            packing=(table["category"] == "packing").to_numpy(),
+            table=table,
+            row=np.arange(len(table)),
+        )
+
+    def take(self, rows: Array) -> "CaseArrays":
+        """The cases of `rows`, int or bool."""
+        picked = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "table"}
+        return CaseArrays(table=self.table, **picked)
+
+    def frame(self) -> pd.DataFrame:
+        """These cases as rows of the table."""
+        return self.table.iloc[self.row]
+
+    def layer_factors(self) -> tuple[Array, Array]:
+        """(case index [M], imbalance factor [M]) of every layer of every case, in order."""
+        layers = self.layers
+        case = np.repeat(np.arange(len(layers)), layers)
+        factor = self.imbalance[case]
+        several = self.packing | (layers > 1)
+        if several.any():
+            codes, tuples = pd.factorize(self.table["factors"].to_numpy()[self.row[several]])
+            flat = np.concatenate([np.asarray(t, np.float64) for t in tuples])
+            first = np.zeros(len(layers), np.int64)
+            first[several] = np.cumsum([0, *map(len, tuples)])[codes]
+            within = np.arange(len(case)) - (np.cumsum(layers) - layers)[case]
+            chosen = several[case]
+            factor[chosen] = flat[first[case[chosen]] + within[chosen]]
+        return case, factor
 
 
 def layer_terms(
-    table: pd.DataFrame, group: Group, hardware: Hardware, constants: Mapping[str, float]
+    cases: CaseArrays, group: Group, hardware: Hardware, constants: Mapping[str, float]
 ) -> Terms:
     """Terms of the cases of one group. Raises InputError if the device has no such peak."""
-    ints = {n: table[n].to_numpy(np.int64) for n in ("T", "D", "F", "E", "K", "ep", "layers")}
-    S = table["sharedExperts"].to_numpy(np.int64)
-    T, D, F, K, ep, layers = (ints[n] for n in ("T", "D", "F", "K", "ep", "layers"))
-    experts = ints["E"] // ep
-    training = (table["mode"] == "training").to_numpy()
+    T, D, F, K, ep, layers = (cases.T, cases.D, cases.F, cases.K, cases.ep, cases.layers)
+    S, training, experts = cases.sharedExperts, cases.training, cases.E // cases.ep
     mxfp8 = group.precision == "mxfp8"
-    case, factor = layer_factors(table)
+    case, factor = cases.layer_factors()
     start = np.cumsum(layers) - layers
+    last = start + layers - 1
 
     rows = rank_rows(T=T[case], K=K[case], ep=ep[case], factor=factor)
     busiest = rows.busiest
     tile = pa.MOK_EXPERT_ROWS if group.backend == "mok" else pa.DIST_MOE_EXPERT_ROWS
     padded = pa.evenly_padded_rows(busiest, experts[case], tile)
     relative = busiest / (T * K)[case]
+    total = np.add.reduceat(busiest, start)
 
     peak, bf16 = hardware.peak_tflops(group.precision), hardware.peak_tflops("bf16")
     hbm = hardware.hbm_tb_s * 1e9
-    flop_per_row = (6.0 * D * F)[case]
-    quantised = mxfp8 & (group.backend == "dist_moe") & ~training
-    there_bytes = np.where(quantised, MXFP8_BYTES, BF16_BYTES)
-    back_bytes = busiest * (1 - 1 / ep[case]) * (D * BF16_BYTES)[case]
-    back = link_ms(back_bytes, ep[case], hardware)
-    ratio = (there_bytes / BF16_BYTES)[case]
+    row_ms = 6.0 * D * F / (peak * 1e9)
+    shared = expert_flop(S * T, D, F) / (bf16 * 1e9)
     params = experts * 3.0 * D * F / hbm
     weight_bytes = MXFP8_BYTES if mxfp8 else BF16_BYTES
+
+    quantised = mxfp8 & (group.backend == "dist_moe") & ~training
+    there_bytes = np.where(quantised, MXFP8_BYTES, BF16_BYTES)
+    ratio = (there_bytes / BF16_BYTES)[case]
+    remote = (1 - 1 / ep) * D * BF16_BYTES
+    back = link_ms(busiest * remote[case], ep[case], hardware)
+
     wide = (F / constants["reference_F"]) ** constants["slowdown_exponent"]
-    last = start + layers - 1
     reference = expert_flop(
         constants["reference_rows"], constants["reference_D"], constants["reference_F"]
     )
-    shared = expert_flop(S * T, D, F) / (bf16 * 1e9)
-    minibatches, recompute = _beyond_capacity(table, group, case, rows.rank0, experts)
+    minibatches, recompute = _beyond_capacity(cases, group, case, rows.rank0, experts)
     passes = np.where(training, 3, 1)
-    total = np.add.reduceat(busiest, start) if len(start) else np.zeros(0)
     hbm_total = hbm_bytes(
         R=total / layers, T=T, D=D, F=F, E_local=experts, K=K, S=S, weight_bytes=weight_bytes,
         active=1,
     )  # fmt: skip
-    # A rank's own rows that go elsewhere leave once per layer whatever it receives.
+    # A rank's own rows that go elsewhere leave it whatever it receives.
     wire = (layers * T * K - total / ep) * there_bytes + total * (1 - 1 / ep) * BF16_BYTES
-    floors = {
-        "compute": passes * (total * 6.0 * D * F / (peak * 1e9) + layers * shared),
-        "HBM": passes * layers * hbm_total / hbm,
-        "link": link_ms(wire * D * np.where(training, 2, 1), ep, hardware),
-    }
     return Terms(
         group=group,
         start=start,
         last=last,
         training=training,
-        gemm=padded * flop_per_row / (peak * 1e9),
+        gemm=padded * row_ms[case],
         shared=shared[case],
         there=back * ratio,
         back=back,
@@ -160,16 +196,20 @@ def layer_terms(
         columns=padded * (training * F / hbm)[case],
         experts=experts[case].astype(np.float64),
         balanced=np.where(relative < constants["balanced_below"], wide[case], 0.0),
-        load=busiest[last] * flop_per_row[last] / reference,
+        load=busiest[last] * (6.0 * D * F) / reference,
         minibatches=minibatches / constants["minibatch_rows"],
         recompute=recompute,
-        floors=floors,
-        factor=np.maximum.reduceat(relative, start) if len(start) else np.zeros(0),
+        floors={
+            "compute": passes * (total * row_ms + layers * shared),
+            "HBM": passes * layers * hbm_total / hbm,
+            "link": link_ms(wire * D * np.where(training, 2, 1), ep, hardware),
+        },
+        factor=np.maximum.reduceat(relative, start),
     )
 
 
 def _beyond_capacity(
-    table: pd.DataFrame, group: Group, case: Array, rank0: Array, experts: Array
+    cases: CaseArrays, group: Group, case: Array, rank0: Array, experts: Array
 ) -> tuple[Array, Array]:
     """(rows that mok replays, whether dist_moe recomputes) in backward, per layer [M].
 
@@ -178,16 +218,16 @@ def _beyond_capacity(
     slotFactor's room.
     """
     none = np.zeros(len(case))
-    several = ((table["layers"] > 1) & (table["mode"] == "training")).to_numpy()
-    training = (table["mode"] == "training").to_numpy()
+    several = (cases.layers > 1) & cases.training
     if group.backend == "mok":
-        factor = np.where(several, table["slotFactor"], table["scratchFactor"])
-        asked = np.floor(factor * table["T"].to_numpy() * table["K"].to_numpy() + 0.5)
-        kept = pa.mok_retained_rows(asked.astype(np.int64), 4096)
+        factor = np.where(several, cases.slotFactor, cases.scratchFactor)
+        kept = pa.mok_retained_rows(np.floor(factor * cases.T * cases.K + 0.5).astype(np.int64),
+                                    MokConfig.minibatch_rows)  # fmt: skip
         padded = pa.evenly_padded_rows(rank0, experts[case], pa.MOK_EXPERT_ROWS)
-        return np.where(training[case], pa.mok_replay_rows(padded, kept[case]), 0), none
+        replayed = pa.mok_replay_rows(padded, kept[case])
+        return np.where(cases.training[case], replayed, 0), none
     if group.backend == "dist_moe" and several.any():
-        plans = CasePlans(table=table[several], backend="dist_moe")
+        plans = CasePlans(table=cases.take(several).frame(), backend="dist_moe")
         again = none.copy()
         again[several[case]] = plans.saved[2][plans.in_layers]
         return none, again
