@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from workbench.errors import InputError
+
 Element = Literal["bf16", "e4m3", "e5m2", "e2m1"]
 Axis = int | tuple[int, int]
 
@@ -111,7 +113,7 @@ FORMATS: Mapping[str, FormatSpec] = MappingProxyType(
 )
 
 
-class FormatError(ValueError):
+class FormatError(InputError):
     """Input that no format can take; the message gives field, value and rule."""
 
 

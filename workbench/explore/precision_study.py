@@ -25,6 +25,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench.errors import InputError
 from workbench.formats import Axis, FormatSpec, Quantised, quantise, resolve, sqnr_db
 
 Kind = Literal["gaussian", "student_t", "outlier_channel", "tensor"]
@@ -40,7 +41,7 @@ SQUARE = (0, 1)
 E8M0_BIAS = 127
 
 
-class StudyError(ValueError):
+class StudyError(InputError):
     """A study or a tensor file that cannot be used; the message gives field, value and rule."""
 
 
