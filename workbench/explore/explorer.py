@@ -25,7 +25,14 @@ import traitlets
 from workbench.bench.record import write_atomic
 from workbench.case import MODES
 from workbench.errors import InputError
-from workbench.explore.sources import ShapeState, Sources, View, WorkloadState, workload_name
+from workbench.explore.sources import (
+    ShapeState,
+    Sources,
+    View,
+    WorkloadState,
+    find_file,
+    workload_name,
+)
 from workbench.report.export import Exported, export_figures
 from workbench.report.figures_explore import Spec
 from workbench.report.theme import PRECISIONS
@@ -46,14 +53,6 @@ def show(control: widgets.Widget, shown: bool) -> None:
     control.layout.display = None if shown else "none"
 
 
-def find_file(text: str) -> Path:
-    """`text` as a path; a relative one may also start at the folder above, because JupyterLab runs
-    a notebook in its own folder and the command line at the top."""
-    path = Path(text).expanduser()
-    above = Path("..") / path
-    return above if not path.exists() and above.exists() else path
-
-
 class Explorer:
     """One explorer. `figure()`, `table()`, `sentence()` and `export()` are those of the current
     state and raise InputError, with the reason, while it is impossible."""
@@ -63,7 +62,7 @@ class Explorer:
     file_types: ClassVar[str] = ""
     """What the upload accepts, e.g. `.csv,.npz`; empty for no upload."""
 
-    def __init__(self, state: Any, sources: Sources) -> None:
+    def __init__(self, state: ShapeState, sources: Sources) -> None:
         self.sources = sources
         self.problem = ""
         self._quiet = False

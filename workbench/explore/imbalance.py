@@ -8,7 +8,6 @@ from workbench.explore.explorer import (
     LayerTable,
     constrain_workload,
     dropdown,
-    find_file,
     number,
     offer,
     show,
@@ -16,11 +15,19 @@ from workbench.explore.explorer import (
     workload_controls,
 )
 from workbench.explore.imbalance_view import (
+    DEFAULT_FACTORS,
     ImbalanceState,
+    Load,
     imbalance_view,
     largest_factor,
+    layer_loads,
 )
-from workbench.explore.sources import Sources, View
+from workbench.explore.sources import (
+    ExplorerParameters,
+    View,
+    find_file,
+    split_system,
+)
 from workbench.explore.trace import Trace, load_trace, read_trace
 
 LOADS = [
@@ -32,40 +39,35 @@ LOADS = [
 ]
 
 
-class ImbalanceParameters(ImbalanceState):
+class ImbalanceParameters(ExplorerParameters):
     """Parameters of the notebook: the initial state and the files. `trace`: a .csv or .npz file of
-    real per-expert row counts, layers x experts, which then is the load. `results`: records or a
-    result file of one's own. `calibration`, `hardware_file`: in place of the packaged ones."""
+    real per-expert row counts, layers x experts, which then is the load."""
 
+    load: Load = "factor"
+    factor: float = 4.0
+    factors: list[float] = DEFAULT_FACTORS
     trace: str = ""
-    results: str = ""
-    calibration: str = ""
-    hardware_file: str = ""
-    out_dir: str = ""
+    slotFactor: float = 2.5
+    scratchFactor: float = 8.0
+    system: str = "dist_moe mega mxfp8"
 
 
 class ImbalanceExplorer(Explorer):
     """Raises InputError for parameters that are impossible or name a bad file."""
 
     name = "imbalance"
-    title = "Imbalance"
     file_types = ".csv,.npz"
 
     def __init__(self, parameters: ImbalanceParameters | None = None) -> None:
         p = parameters or ImbalanceParameters()
         self.trace: Trace | None = load_trace(find_file(p.trace)) if p.trace else None
-        files = {"calibration", "hardware_file", "results", "out_dir", "trace"}
-        state = ImbalanceState(**p.model_dump(exclude=files))
+        own = {"load", "factor", "factors", "slotFactor", "scratchFactor"}
+        fields = p.model_dump(include=own) | p.workload() | split_system(p.system)
+        state = ImbalanceState.model_validate(fields)
         if self.trace is not None:
             state = state.model_copy(update={"load": "trace"})
-        super().__init__(
-            state,
-            Sources(
-                own=str(find_file(p.results)) if p.results else "",
-                calibration_file=p.calibration,
-                hardware_file=p.hardware_file,
-            ),
-        )
+        layer_loads(state, self.trace)  # refuses, with the rule, what no control could hold
+        super().__init__(state, p.sources())
 
     def build(self, state: ImbalanceState) -> dict[str, Any]:
         common = workload_controls(state, self.sources)

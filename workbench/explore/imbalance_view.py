@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
 from workbench.case import PROFILES, Case, check_factor
 from workbench.errors import InputError
@@ -37,6 +36,7 @@ from workbench.routing import rows_by_expert
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+DEFAULT_FACTORS = list(PROFILES["A"])
 Load = Literal["factor", "A", "B", "table", "trace"]
 GIB = 2**30
 SWEEP = 25
@@ -61,7 +61,7 @@ class ImbalanceState(WorkloadState):
 
     load: Load = "factor"
     factor: float = 4.0
-    factors: list[float] = Field(default=list(PROFILES["A"]), min_length=1, max_length=64)
+    factors: list[float] = DEFAULT_FACTORS
     layer: int = 0
     slotFactor: float = 2.5
     scratchFactor: float = 8.0

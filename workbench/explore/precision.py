@@ -13,14 +13,20 @@ from workbench.explore.explorer import (
     constrain_shape,
     control_layout,
     dropdown,
-    find_file,
     number,
     offer,
     shape_controls,
 )
 from workbench.explore.precision_study import load_tensor
-from workbench.explore.precision_view import METRIC_NAMES, PrecisionState, precision_view
-from workbench.explore.sources import Sources, View
+from workbench.explore.precision_view import (
+    DEFAULT_FORMATS,
+    METRIC_NAMES,
+    Data,
+    Metric,
+    PrecisionState,
+    precision_view,
+)
+from workbench.explore.sources import ExplorerParameters, View, find_file
 from workbench.formats import FORMATS
 
 DATA = [
@@ -31,45 +37,34 @@ DATA = [
 ]
 
 
-class PrecisionParameters(PrecisionState):
+class PrecisionParameters(ExplorerParameters):
     """Parameters of the notebook: the initial state and the files. `tensor`: a .npy or .pt file
-    with one floating-point tensor, which then is the data; nothing in it is executed. `results`:
-    records or a result file of one's own. `calibration`, `hardware_file`: in place of the packaged
-    ones."""
+    with one floating-point tensor, which then is the data; nothing in it is executed."""
 
+    formats: list[str] = DEFAULT_FORMATS
+    data: Data = "gaussian"
     tensor: str = ""
-    results: str = ""
-    calibration: str = ""
-    hardware_file: str = ""
-    out_dir: str = ""
+    metric: Metric = "mlp"
+    seed: int = 0
 
 
 class PrecisionExplorer(Explorer):
     """Raises InputError for parameters that are impossible or name a bad file."""
 
     name = "precision"
-    title = "Precision"
     file_types = ".npy,.pt,.pth"
 
     def __init__(self, parameters: PrecisionParameters | None = None) -> None:
         p = parameters or PrecisionParameters()
         self.tensor: Tensor | None = load_tensor(find_file(p.tensor)) if p.tensor else None
-        files = {"calibration", "hardware_file", "results", "out_dir", "tensor"}
-        state = PrecisionState(**p.model_dump(exclude=files))
+        own = {"formats", "data", "metric", "seed"}
+        state = PrecisionState.model_validate(p.model_dump(include=own) | p.workload())
         if self.tensor is not None:
             state = state.model_copy(update={"data": "tensor"})
-        super().__init__(
-            state,
-            Sources(
-                own=str(find_file(p.results)) if p.results else "",
-                calibration_file=p.calibration,
-                hardware_file=p.hardware_file,
-            ),
-        )
+        precision_view(state, self.tensor, p.sources())  # refuses what no control could hold
+        super().__init__(state, p.sources())
 
     def build(self, state: PrecisionState) -> dict[str, Any]:
-        for name in state.formats:
-            dropdown("formats", list(FORMATS), name)  # refuses an unknown one, naming the known
         formats = widgets.SelectMultiple(
             options=[(spec.label, name) for name, spec in FORMATS.items()],
             value=tuple(state.formats), rows=len(FORMATS), description="formats", style=LABEL,
@@ -77,7 +72,6 @@ class PrecisionExplorer(Explorer):
         )  # fmt: skip
         metrics = [(label, name) for name, label in METRIC_NAMES.items()]
         common = shape_controls(state, self.sources)
-        state.case(self.sources.systems[0])
         self.controls = {
             "data": dropdown("data", DATA, state.data),
             "formats": formats,

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from pydantic import Field
 
 from workbench.errors import InputError
 from workbench.explore.precision_study import METRICS, Study, scale_histogram, sqnr_table
@@ -29,6 +28,8 @@ from workbench.report import figures_explore as fx
 from workbench.report.figures_explore import MEASURED, PREDICTED, PUBLISHED, Panel
 from workbench.report.theme import STYLES, system_name
 
+Data = Literal["gaussian", "student_t", "outlier_channel", "tensor"]
+Metric = Literal["tensor", "gemm", "mlp", "dx", "dw13", "dw2"]
 DEFAULT_FORMATS = ["bf16", "mxfp8-e4m3-rceil", "mxfp8-e4m3-floor", "mxfp4-rceil", "nvfp4"]
 METRIC_NAMES = {"tensor": "tensor", "gemm": "GEMM", "mlp": "MLP out", "dx": "dX", "dw13": "dW13",
                 "dw2": "dW2"}  # fmt: skip
@@ -60,10 +61,10 @@ PANELS = (SQNR, SCALES, TRADE, STORAGE)
 class PrecisionState(ShapeState):
     """`data` is the kind of activations; `metric` the error that stands against time."""
 
-    formats: list[str] = Field(default=DEFAULT_FORMATS, min_length=1)
-    data: Literal["gaussian", "student_t", "outlier_channel", "tensor"] = "gaussian"
-    seed: int = Field(default=0, ge=0)
-    metric: Literal["tensor", "gemm", "mlp", "dx", "dw13", "dw2"] = "mlp"
+    formats: list[str] = DEFAULT_FORMATS
+    data: Data = "gaussian"
+    seed: int = 0
+    metric: Metric = "mlp"
 
 
 def format_precision(spec: FormatSpec) -> str:
@@ -102,6 +103,8 @@ def precision_view(state: PrecisionState, tensor: Any, sources: Sources) -> View
     """Rows, figure and sentence of a state; `tensor` is the user's, for data "tensor". Raises
     InputError, with the reason, where the state is impossible."""
     unknown = [name for name in state.formats if name not in FORMATS]
+    if not state.formats:
+        raise InputError("formats=[] must name at least one format")
     if unknown:
         raise InputError(f"formats={unknown[0]!r} must be one of {', '.join(FORMATS)}")
     if state.data == "tensor" and tensor is None:

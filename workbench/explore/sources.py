@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -71,6 +71,51 @@ class WorkloadState(ShapeState):
     @property
     def system(self) -> System:
         return self.backend, self.pipeline, self.precision
+
+
+class ExplorerParameters(BaseModel):
+    """What the explorers' notebooks have in common. `shape` has the fields that differ from the
+    study's. `results`: records or a result file of one's own, a further origin in the figure.
+    `calibration`, `hardware_file`: in place of the packaged ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: str = "training"
+    ep: int = 32
+    shape: dict[Literal["T", "D", "E", "K", "F", "sharedExperts"], int] = {}
+    hardware: str = "GB300"
+    results: str = ""
+    calibration: str = ""
+    hardware_file: str = ""
+    out_dir: str = ""
+
+    def workload(self) -> Row:
+        """Fields of the initial state."""
+        return {"mode": self.mode, "ep": self.ep, "hardware": self.hardware, **self.shape}
+
+    def sources(self) -> "Sources":
+        return Sources(
+            own=str(find_file(self.results)) if self.results else "",
+            calibration_file=self.calibration,
+            hardware_file=self.hardware_file,
+        )
+
+
+def split_system(text: str) -> dict[str, str]:
+    """`dist_moe mega mxfp8` -> backend, pipeline, precision. Raises InputError."""
+    parts = text.split()
+    if tuple(parts) not in STYLES:
+        known = "; ".join(" ".join(system) for system in STYLES)
+        raise InputError(f"system={text!r} must be one of: {known}")
+    return dict(zip(("backend", "pipeline", "precision"), parts, strict=True))
+
+
+def find_file(text: str) -> Path:
+    """`text` as a path; a relative one may also start at the folder above, because JupyterLab runs
+    a notebook in its own folder and the command line at the top."""
+    path = Path(text).expanduser()
+    above = Path("..") / path
+    return above if not path.exists() and above.exists() else path
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

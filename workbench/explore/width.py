@@ -1,45 +1,35 @@
 """The width explorer: how wide an expert must be, and what then binds."""
 
-from typing import Any
+from typing import Any, Literal
 
 from workbench.explore.explorer import (
     Explorer,
     constrain_workload,
     dropdown,
-    find_file,
     workload_controls,
 )
-from workbench.explore.sources import Sources, View
+from workbench.explore.sources import ExplorerParameters, View, split_system
 from workbench.explore.width_view import WidthState, width_view
 
 
-class WidthParameters(WidthState):
-    """Parameters of the notebook: the initial state and the files. `results`: records or a result
-    file of one's own. `calibration`, `hardware_file`: in place of the packaged ones."""
+class WidthParameters(ExplorerParameters):
+    """Parameters of the notebook: the initial state and the files."""
 
-    results: str = ""
-    calibration: str = ""
-    hardware_file: str = ""
-    out_dir: str = ""
+    F: int = 3072
+    ep: int = 64
+    system: str = "dist_moe mega mxfp8"
+    tile: Literal[64, 128, 256] = 256
 
 
 class WidthExplorer(Explorer):
     """Raises InputError for parameters that are impossible or name a bad file."""
 
     name = "width"
-    title = "Expert width"
 
     def __init__(self, parameters: WidthParameters | None = None) -> None:
         p = parameters or WidthParameters()
-        files = {"calibration", "hardware_file", "results", "out_dir"}
-        super().__init__(
-            WidthState(**p.model_dump(exclude=files)),
-            Sources(
-                own=str(find_file(p.results)) if p.results else "",
-                calibration_file=p.calibration,
-                hardware_file=p.hardware_file,
-            ),
-        )
+        fields = {"F": p.F, "tile": p.tile} | p.workload() | split_system(p.system)
+        super().__init__(WidthState.model_validate(fields), p.sources())
 
     def build(self, state: WidthState) -> dict[str, Any]:
         common = workload_controls(state, self.sources)
