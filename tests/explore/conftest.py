@@ -150,7 +150,7 @@ class Notebook:
         return float(self.control(label).locator(".widget-readout").inner_text())
 
     def wait_text(self, text: str) -> None:
-        self.page.locator(".widget-html", has_text=text).first.wait_for(timeout=20_000)
+        self.page.locator(".widget-html", has_text=text).first.wait_for(timeout=60_000)
 
     def trace(self, name: str, panel: str, axis: str) -> list[Any]:
         """What the browser draws: x or y of a trace."""
@@ -160,7 +160,15 @@ class Notebook:
                .map(t => Array.from(t[axis]))[0]""",
             [name, panel, axis],
         )
-        return list(found)
+        return list(found or [])
+
+    def wait_trace(self, name: str, panel: str, axis: str, expected: Any) -> None:
+        """Until the browser draws these values: the plot follows the text a little later."""
+        for _ in range(100):
+            if self.trace(name, panel, axis) == expected:
+                return
+            self.page.wait_for_timeout(100)
+        assert self.trace(name, panel, axis) == expected
 
     def layout(self, path: str) -> Any:
         return self.page.evaluate(

@@ -48,10 +48,10 @@ def test_imbalance(notebook: Notebook, tmp_path: Path) -> None:
     assert factor == pytest.approx(4.6)
     moved = ImbalanceExplorer(ImbalanceParameters(factor=factor))
     notebook.wait_text(words(moved))
-    assert notebook.trace(THIS, TIME, "x") == [factor]
+    notebook.wait_trace(THIS, TIME, "x", [factor])
     case = moved.state.case(moved.state.system, imbalance=factor)
     expected = load_calibration().predict([case])["iterationMS"].tolist()
-    assert notebook.trace(THIS, TIME, "y") == pytest.approx(expected)
+    notebook.wait_trace(THIS, TIME, "y", pytest.approx(expected))
     assert notebook.layout("xaxis3.range") == zoomed
 
     notebook.choose("backend", "mok")
@@ -70,7 +70,7 @@ def test_imbalance(notebook: Notebook, tmp_path: Path) -> None:
     notebook.wait_text(words(traced))
     by_rank = counts.reshape(12, 32, 12).sum(axis=2) / counts.sum(axis=1, keepdims=True)
     largest = (by_rank.max(axis=1) * 32).max()
-    assert notebook.trace(THIS, TIME, "x") == pytest.approx([largest], rel=1e-3)
+    notebook.wait_trace(THIS, TIME, "x", pytest.approx([largest], rel=1e-3))
     assert load_trace(path).layers == 12
 
     counts[3, 5] = -1
@@ -91,12 +91,12 @@ def test_width(notebook: Notebook) -> None:
     field.press("Enter")
     narrow = WidthExplorer(WidthParameters(F=1536))
     notebook.wait_text(words(narrow))
-    assert notebook.trace("this case", "Useful rate over F", "x") == [1536]
+    notebook.wait_trace("this case", "Useful rate over F", "x", [1536])
     notebook.choose("hardware", "H200")
     other = WidthExplorer(WidthParameters(F=1536, hardware="H200"))
     notebook.wait_text(words(other))
     rate = other.table()["usefulTFPerGPU"][2]
-    assert notebook.trace("this case", "Useful rate over F", "y") == pytest.approx([rate])
+    notebook.wait_trace("this case", "Useful rate over F", "y", pytest.approx([rate]))
     notebook.wait_text("extrapolated: device without calibration")
     notebook.choose("hardware", "GB300")
     notebook.wait_text(words(narrow))
@@ -112,8 +112,8 @@ def test_precision(notebook: Notebook, tmp_path: Path) -> None:
     notebook.choose("data", "heavy-tailed (Student t, 3)")
     heavy = sqnr(Study(kind="student_t"), "nvfp4")
     notebook.wait_text(f"NVFP4: {heavy['mlp']:.1f} dB")
-    shown = notebook.trace("NVFP4", "Error of a small real layer", "y")
-    assert shown == pytest.approx(list(heavy.values()))
+    layer = "Error of a small real layer"
+    notebook.wait_trace("NVFP4", layer, "y", pytest.approx(list(heavy.values())))
     notebook.shot("precision", 1300)
 
     path = tmp_path / "weights.npy"

@@ -58,9 +58,9 @@ class Explorer:
     state and raise InputError, with the reason, while it is impossible."""
 
     name: ClassVar[str]
-    title: ClassVar[str]
     file_types: ClassVar[str] = ""
     """What the upload accepts, e.g. `.csv,.npz`; empty for no upload."""
+    file_label: ClassVar[str] = ""
 
     def __init__(self, state: ShapeState, sources: Sources) -> None:
         self.sources = sources
@@ -75,7 +75,9 @@ class Explorer:
             value=sources.own, placeholder="outputs/runs/<id>", continuous_update=False,
             description="own results", style=LABEL, layout=control_layout(),
         )  # fmt: skip
-        self.upload = widgets.FileUpload(accept=self.file_types, layout=control_layout())
+        self.upload = widgets.FileUpload(
+            accept=self.file_types, description=self.file_label, layout=control_layout()
+        )
         with self.quiet():
             self.constrain()
         self.view: View = self.compute(self.state)

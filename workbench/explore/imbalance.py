@@ -57,6 +57,7 @@ class ImbalanceExplorer(Explorer):
 
     name = "imbalance"
     file_types = ".csv,.npz"
+    file_label = "trace (.csv, .npz)"
 
     def __init__(self, parameters: ImbalanceParameters | None = None) -> None:
         p = parameters or ImbalanceParameters()
@@ -123,6 +124,7 @@ class ImbalanceExplorer(Explorer):
         trace = read_trace(name, content)
         self.trace = trace
         with self.quiet():
+            self.constrain()  # which now offers it
             self.controls["load"].value = "trace"
             self.constrain()
         self.refresh()

@@ -44,8 +44,10 @@ FLOOR_FIELDS = {"compute": "busiestComputeFloorMS", "HBM": "busiestHbmFloorMS",
                 "link": "busiestLinkFloorMS"}  # fmt: skip
 REPLACED = "experts re-placed"
 
-RANKS = Panel(title="Load per rank", x="rank [index]", y="routed rows [1]")
-LAYERS = Panel(title="Busiest rank by layer", x="layer [index]", y="scheduled rows [1]")
+RANKS = Panel(title="Load per rank", x="rank [index]", y="routed rows [1]", thousands=True)
+LAYERS = Panel(
+    title="Busiest rank by layer", x="layer [index]", y="scheduled rows [1]", thousands=True
+)
 TIME = Panel(title="Predicted time over imbalance", x="largest factor of any layer [1]",
              y="iteration time [ms]")  # fmt: skip
 SYSTEMS = Panel(title="dist_moe against mok", x="system [-]", y="iteration time [ms]")

@@ -53,6 +53,7 @@ class PrecisionExplorer(Explorer):
 
     name = "precision"
     file_types = ".npy,.pt,.pth"
+    file_label = "tensor (.npy, .pt)"
 
     def __init__(self, parameters: PrecisionParameters | None = None) -> None:
         p = parameters or PrecisionParameters()

@@ -51,7 +51,7 @@ CLEAR = "rgba(255,255,255,0)"
 SQNR = Panel(title="Error of a small real layer", x="what is compared [-]", y="SQNR [dB]",
              category=tuple(METRIC_NAMES.values()))  # fmt: skip
 SCALES = Panel(title="Scales of the tensor", x="exponent of the scale [log2]",
-               y="blocks [1]")  # fmt: skip
+               y="blocks [1]", thousands=True)  # fmt: skip
 TRADE = Panel(title="Time against error", x="iteration time [ms]", y="SQNR [dB]", zero=False)
 STORAGE = Panel(title="Storage against error", x="bits per value, scales included [bit]",
                 y="SQNR [dB]", zero=False)  # fmt: skip

@@ -91,7 +91,8 @@ class ExplorerParameters(BaseModel):
 
     def workload(self) -> Row:
         """Fields of the initial state."""
-        return {"mode": self.mode, "ep": self.ep, "hardware": self.hardware, **self.shape}
+        given: Row = {"mode": self.mode, "ep": self.ep, "hardware": self.hardware}
+        return given | dict(self.shape)
 
     def sources(self) -> "Sources":
         return Sources(

@@ -21,7 +21,7 @@ Trace = dict[str, Any]
 Spec = dict[str, Any]
 """A figure as plotly takes it: {"data": [trace, ...], "layout": {...}}."""
 
-LEFT, RIGHT, TITLE, PANEL_TITLE, COLUMN_GAP, ROW_GAP, BOTTOM = 54, 12, 34, 18, 66, 88, 72
+LEFT, RIGHT, TITLE, PANEL_TITLE, COLUMN_GAP, ROW_GAP, BOTTOM = 54, 18, 34, 18, 66, 88, 72
 PANEL_HEIGHT = 168
 LEGEND_ROW, LEGEND_MARK = 19, 44
 NARROWEST = 560
@@ -34,7 +34,8 @@ _ORIGIN_MARK = {PUBLISHED: ("circle", 7), MEASURED: ("star", 11)}
 @dataclass(frozen=True, kw_only=True)
 class Panel:
     """One panel. Titles of axes end with the unit in brackets; `log_*` makes an axis logarithmic,
-    `zero` starts the y axis at 0, `category` gives the order of a categorical x axis."""
+    `zero` starts the y axis at 0, `thousands` writes its ticks as 50k, `category` gives the order
+    of a categorical x axis."""
 
     title: str
     x: str
@@ -42,6 +43,7 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     zero: bool = True
+    thousands: bool = False
     category: tuple[str, ...] = ()
 
 
@@ -111,7 +113,9 @@ def _layout(title: str, panels: tuple[Panel, ...], names: tuple[str, ...], barmo
             "y": {"title": {"text": panel.y}},
         }
         for name, log in (("x", panel.log_x), ("y", panel.log_y)):
-            axes[name] |= LOG if log else {"tickformat": "~s" if name == "y" else "~g"}
+            axes[name] |= (
+                LOG if log else {"tickformat": "~s" if name == "y" and panel.thousands else "~g"}
+            )
         if panel.zero and not panel.log_y:
             axes["y"]["rangemode"] = "tozero"
         if panel.category:
@@ -198,5 +202,6 @@ def translucent(colour: str, opacity: float) -> str:
 
 def said_in(panel: Panel, message: str) -> Trace:
     """A text in the middle of a panel that has nothing to show; "" shows nothing."""
-    return _scatter(panel, "note", [0.5], [0.5], mode="text", text=[message], showlegend=False,
+    at = [0.5] if message else []
+    return _scatter(panel, "note", at, at, mode="text", text=[message], showlegend=False,
                     hoverinfo="skip", textfont={"size": TEXT})  # fmt: skip
