@@ -35,7 +35,7 @@ from workbench.explore.sources import (
 )
 from workbench.report.export import Exported, export_figures
 from workbench.report.figures_explore import Spec
-from workbench.report.theme import PRECISIONS
+from workbench.report.theme import PRECISIONS, system_name
 
 LABEL = {"description_width": "96px"}
 MAX_EP = 1024
@@ -66,7 +66,7 @@ class Explorer:
         self.sources = sources
         self.problem = ""
         self._quiet = False
-        self._live: go.FigureWidget | None = None
+        self.live: go.FigureWidget | None = None
         self._message, self._file_message = widgets.HTML(), widgets.HTML()
         self._sentence, self._notes, self._rows = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self._more = widgets.Accordion([self._rows], titles=["Table"])
@@ -106,6 +106,11 @@ class Explorer:
         """Use an uploaded file; returns what to say of it. Raises InputError."""
         raise NotImplementedError
 
+    @property
+    def message(self) -> str:
+        """What stands in the warning above the figure, as plain text; "" for none."""
+        return html.unescape(re.sub(r"<[^>]+>", "", self._message.value))
+
     def figure(self) -> go.Figure:
         return self._possible().figure
 
@@ -138,10 +143,10 @@ class Explorer:
 
     def widget(self) -> widgets.Box:
         """Controls and live figure as one widget."""
-        if self._live is None:
-            self._live = go.FigureWidget(self.view.spec)
-            self._live.layout.width = None
-            self._live.layout.autosize = True
+        if self.live is None:
+            self.live = go.FigureWidget(self.view.spec)
+            self.live.layout.width = None
+            self.live.layout.autosize = True
         self._tell()
         held = [c for name, c in self.controls.items() if name != "results"]
         files = [self.controls["results"], *([self.upload] if self.file_types else [])]
@@ -157,7 +162,7 @@ class Explorer:
                 self._file_message,
                 self._sentence,
                 self._notes,
-                self._live,
+                self.live,
                 self._more,
             ],
             layout=widgets.Layout(flex="100 1 560px", min_width="500px", max_width="860px"),
@@ -198,12 +203,12 @@ class Explorer:
             self._tell()
             return
         before, self.view = self.view, view
-        if self._live is not None:
-            update_in_place(self._live, before.spec, view.spec)
+        if self.live is not None:
+            update_in_place(self.live, before.spec, view.spec)
         self._tell()
 
     def _tell(self) -> None:
-        if self._live is None:
+        if self.live is None:
             return
         hint = "The figure shows the last possible state."
         self._message.value = (
@@ -369,6 +374,8 @@ def number(label: str, value: int, low: int, high: int, step: int = 1) -> widget
 def workload_controls(state: WorkloadState, sources: Sources) -> dict[str, Any]:
     """Controls of the system, the device and the shape."""
     state.case(state.system)  # refuses, with the rule, what no control could hold
+    if state.system not in sources.systems:
+        raise InputError(f"system={system_name(state.system)} has no record in the calibration")
     return {
         "backend": dropdown("backend", list(sources.pipelines()), state.backend),
         "pipeline": dropdown("pipeline", [state.pipeline], state.pipeline),

@@ -111,6 +111,8 @@ def layer_loads(state: ImbalanceState, trace: Trace | None) -> Loads:
         return Loads(counts=counts, placed=placed, factors=factors)
     given = {"factor": [state.factor], "table": state.factors}.get(state.load)
     factors = tuple(given if given is not None else PROFILES[state.load])
+    if not factors:
+        raise InputError("factors=[] must hold a factor for at least one layer")
     _check_factors(state, factors, "")
     counts, placed = _of_factors(factors, *shape)
     return Loads(counts=counts, placed=placed, factors=factors)
