@@ -1,5 +1,6 @@
 """The imbalance explorer: 500 random states against model, plan and routing called directly."""
 
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
@@ -105,9 +106,9 @@ def check(explorer: ImbalanceExplorer) -> None:
         assert [int(v) for v in shown["y"]] == [int(v) for v in again if v]
 
     bars = [t for t in spec["data"] if t["meta"] == "Load per rank" and t["type"] == "bar"]
-    at = state.layer - 1 if 1 <= state.layer <= len(factors) else int(np.argmax(
-        [rows_by_rank(T=state.T, K=state.K, ep=state.ep, factor=f).max() for f in factors]))  # fmt: skip
-    rows = rows_by_rank(T=state.T, K=state.K, ep=state.ep, factor=factors[at])
+    each = [rows_by_rank(T=state.T, K=state.K, ep=state.ep, factor=f) for f in factors]
+    busiest = int(np.argmax([rows.max() for rows in each]))
+    rows = each[state.layer - 1 if 1 <= state.layer <= len(factors) else busiest]
     assert np.array_equal(bars[0]["y"], rows)
     check_bounds(spec, state, cases)
     check_published(spec, state, factors)
@@ -199,6 +200,13 @@ def walk(explorer: Explorer, steps: int, seed: int, look: Any) -> tuple[int, set
         if n % 50 == 0 and not explorer.problem:
             live_equals(explorer)
     return possible, touched
+
+
+def uploaded(explorer: Explorer, name: str, content: bytes) -> None:
+    """Give the upload control a file, as the browser does."""
+    file = {"name": name, "content": content, "size": len(content), "type": "",
+            "last_modified": datetime.now(UTC)}  # fmt: skip
+    explorer.upload.set_trait("value", (file,))
 
 
 def trace_of(layers: int, experts: int) -> Trace:

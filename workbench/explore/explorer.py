@@ -109,7 +109,12 @@ class Explorer:
     @property
     def message(self) -> str:
         """What stands in the warning above the figure, as plain text; "" for none."""
-        return html.unescape(re.sub(r"<[^>]+>", "", self._message.value))
+        return _plain(self._message.value)
+
+    @property
+    def file_message(self) -> str:
+        """What is said of the file that was last loaded, as plain text."""
+        return _plain(self._file_message.value)
 
     def figure(self) -> go.Figure:
         return self._possible().figure
@@ -120,8 +125,7 @@ class Explorer:
     def sentence(self) -> str:
         """What the state means, as plain text."""
         view = self._possible()
-        told = [re.sub(r"<[^>]+>", "", view.sentence), *view.notes]
-        return "\n".join(html.unescape(part) for part in told)
+        return "\n".join([_plain(view.sentence), *view.notes])
 
     def export(self, folder: str | Path, formats: Sequence[str] = ("html", "svg")) -> Exported:
         """Write figure and table of the current state into `folder`. Raises InputError."""
@@ -307,6 +311,10 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return np.array_equal(np.asarray(a), np.asarray(b))
     return bool(a == b)
+
+
+def _plain(marked: str) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", marked))
 
 
 def _alert(text: str) -> str:

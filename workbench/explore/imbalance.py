@@ -1,5 +1,6 @@
 """The imbalance explorer: what an uneven load costs, and what placing experts anew would gain."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.case import PROFILES
@@ -119,6 +120,16 @@ class ImbalanceExplorer(Explorer):
         show(c["layer"], layers > 1)
         # a single layer keeps what its scratch admits; inference keeps nothing
         c["slotFactor"].disabled = layers == 1 or state.mode == "inference"
+
+    def go_to(self, row: Mapping[str, Any]) -> None:
+        super().go_to(row)
+        load = "factor" if len(row["factors"]) == 1 else "table"
+        self.controls["load"].value = load
+        self.constrain()
+        if load == "factor":
+            self.controls["factor"].value = row["factors"][0]
+        else:
+            self.controls["factors"].value = row["factors"]
 
     def take_file(self, name: str, content: bytes) -> str:
         trace = read_trace(name, content)
