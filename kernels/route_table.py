@@ -30,9 +30,7 @@ def route_table_torch(
     valid_N = (ids_N >= 0) & (ids_N < experts)
     source_N = torch.arange(ranks, device=ids_N.device).repeat_interleave(ids_PN.shape[1])
     keys_N = torch.where(valid_N, source_N * experts + ids_N, ranks * experts)
-    counts_PE.copy_(
-        torch.bincount(keys_N, minlength=ranks * experts + 1)[:-1].view(ranks, experts)
-    )
+    counts_PE.copy_(torch.bincount(keys_N, minlength=ranks * experts + 1)[:-1].view(ranks, experts))
     mine_N = ids_N - rank * local
     at_R = ((mine_N >= 0) & (mine_N < local)).nonzero()[:, 0]
     order_R = mine_N[at_R].sort(stable=True).indices
@@ -42,4 +40,3 @@ def route_table_torch(
     slot_R[:rows] = route_R % ids_PN.shape[1]
     starts_e[0] = 0
     starts_e[1:] = counts_PE[:, rank * local : (rank + 1) * local].sum(0).cumsum(0)
-

@@ -3,7 +3,6 @@
 Legend: T tokens, K experts per token, D hidden width.
 """
 
-import torch
 from torch import Tensor
 
 from .memory import for_experts

@@ -11,9 +11,7 @@ from .memory import Peers, for_experts, rows_at
 from .words import Decide
 
 
-def swiglu_torch(
-    *, arena_B: Tensor, decision: Tensor, starts_e: Tensor, act_RF: Tensor
-) -> None:
+def swiglu_torch(*, arena_B: Tensor, decision: Tensor, starts_e: Tensor, act_RF: Tensor) -> None:
     """act_RF[r] = silu(h1[r, :F]) * h1[r, F:] in FP32; h1_R2F lies where `decision` says."""
     words = decision.tolist()
     if not words[Decide.OK]:

@@ -105,7 +105,9 @@ class _RoutedExperts(torch.autograd.Function):
         held: _Held = ctx.held
         config = context.config
         if held.spent:
-            raise RuntimeError("backward of routed_experts ran before: its rows are gone; call it once")
+            raise RuntimeError(
+                "backward of routed_experts ran before: its rows are gone; call it once"
+            )
         w13_E2FD, w2_EDF = ctx.saved_tensors
         held.spent = True
         steps = _steps(context, held.entry, True, True, w13_E2FD, w2_EDF)

@@ -110,8 +110,10 @@ class Context:
 
     def _keeps(self, name: str, part: str) -> bool:
         entry = name.rpartition(".")[2]
-        return part in ("words", "slot") and (part == "words" or bool(self._held)) or (
-            entry.isdigit() and int(entry) in self._held
+        return (
+            (part in ("words", "slot")
+            and (part == "words" or bool(self._held)))
+            or (entry.isdigit() and int(entry) in self._held)
         )
 
     def check(self) -> None:
@@ -259,7 +261,9 @@ def dry_run(config: MoEConfig, kind: int) -> list[Launch]:
                     config, RankMemory(plan, arenas_PB, bases_P, rank), log, rank, entry=0,
                     saves=config.training,
                 )  # fmt: skip
-                step.x_TD, step.ids_TK, step.scores_TK, step.w13_E2FD, step.w2_EDF = fake_inputs(config)
+                step.x_TD, step.ids_TK, step.scores_TK, step.w13_E2FD, step.w2_EDF = fake_inputs(
+                    config
+                )
                 add_outputs(step, kind, weights=(True, True))
                 if isinstance(part, Phase):
                     part.run(step)

@@ -101,7 +101,9 @@ def plan_ours(config: MoEConfig) -> OursPlan:
     plan: dict[str, Region] = {}
     end = 0
 
-    def add(part: str, name: str, shape: Iterable[int], dtype: str, alias: str | None = None) -> None:
+    def add(
+        part: str, name: str, shape: Iterable[int], dtype: str, alias: str | None = None
+    ) -> None:
         nonlocal end
         offset = end if alias is None else plan[alias].offset
         region = Region(name=name, part=part, shape=tuple(shape), dtype=dtype,
