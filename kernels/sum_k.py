@@ -38,7 +38,7 @@ def sum_k_torch(
 
 
 def take_dscores_torch(*, dscores_TK: Tensor, decision: Tensor, out_TK: Tensor) -> None:
-    """The score gradients that peers have put into symmetric memory; NaN if the call did not run."""
+    """The score gradients that peers have put into symmetric memory; NaN if it did not run."""
     if decision[Decide.OK]:
         out_TK.copy_(dscores_TK)
     else:

@@ -64,8 +64,13 @@ class Context:
     def close(self) -> None:
         """Frees the arena; local, and fine to call twice. The group stays with its maker."""
         if self._closed is None:
-            self._closed = "it was closed"
-            self._memory.clear()
+            self._free("it was closed")
+
+    def _free(self, reason: str) -> None:
+        self._closed = reason
+        for memory in self._memory.values():
+            memory.release()
+        self._memory.clear()
 
     @property
     def log(self) -> list[Launch] | None:
@@ -110,10 +115,8 @@ class Context:
 
     def _keeps(self, name: str, part: str) -> bool:
         entry = name.rpartition(".")[2]
-        return (
-            (part in ("words", "slot")
-            and (part == "words" or bool(self._held)))
-            or (entry.isdigit() and int(entry) in self._held)
+        return (part in ("words", "slot") and (part == "words" or bool(self._held))) or (
+            entry.isdigit() and int(entry) in self._held
         )
 
     def check(self) -> None:
@@ -125,9 +128,7 @@ class Context:
                 text = bytes(memory.own("error_text").tolist()).rstrip(b"\0").decode()
                 for other in self.group.hosted:
                     self.memory(other).own("first_error").zero_()
-                found = failure(words, text, self.config)
-                assert found is not None
-                raise found
+                raise failure(words, text, self.config)
 
     def take_entry(self, saves: bool) -> int | None:
         """A free layer entry for a forward; None if every one awaits its backward."""
@@ -168,8 +169,7 @@ class Context:
         except BaseException as error:
             # Peers wait for this rank: let them know now, not when their time is up.
             self.group.abort(f"{type(error).__name__}: {error}")
-            self._closed = f"a call failed: {type(error).__name__}: {error}"
-            self._memory.clear()
+            self._free(f"a call failed: {type(error).__name__}: {error}")
             raise
         always = self.config.validate == "always" or problem is not None
         if always or (self.config.validate == "first" and kind not in self._validated):

@@ -20,7 +20,8 @@ from workbench.moe.step import Step
 
 def pack(s: Step) -> None:
     s.launch("route_table", ids=s.local("ids_PTK"), rank=s.rank, rank_R=s.own("rank_R"),
-             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"), counts_PE=s.own("counts_PE"))  # fmt: skip
+             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"),
+             counts_PE=s.own("counts_PE"))  # fmt: skip
     item = s.own("x_TD").element_size()
     s.launch("decide", heads=s.local("heads_PH"), counts_PE=s.own("counts_PE"),
              decisions_L=s.own("decisions"), entry=s.entry, rank=s.rank,
