@@ -3,6 +3,7 @@
 Legend: T tokens, K experts per token, D hidden width.
 """
 
+import torch
 from torch import Tensor
 
 from .memory import for_experts
@@ -21,20 +22,28 @@ def sum_k_torch(
     if not decision[Decide.OK]:
         out_TD.fill_(float("nan"))
         return
-    T, K, _ = rows_TKD.shape
+    T, K, D = rows_TKD.shape
 
-    def tokens(_: int, start: int, end: int) -> None:
-        total_tD: Tensor | None = None
+    def bags(_: int, start: int, end: int) -> None:
+        rows_ND = rows_TKD[start:end].flatten(0, 1)
+        first_t = torch.arange(0, (end - start) * K, K)
+        each_N = torch.arange((end - start) * K)
+        # A bag's rows are summed in FP32, one after the other, and rounded once.
+        out_TD[start:end] = torch.embedding_bag(rows_ND, each_N, first_t, mode=0)[0]
+
+    def weighted(_: int, start: int, end: int) -> None:
+        assert scores_TK is not None
+        row_tD, total_tD = torch.empty(2, end - start, D).unbind()
         for k in range(K):
-            row_tD = rows_TKD[start:end, k].float()
-            if scores_TK is not None:
-                row_tD = row_tD * scores_TK[start:end, k, None]
-            total_tD = row_tD if total_tD is None else total_tD.add_(row_tD)
-        assert total_tD is not None
+            scores_t1 = scores_TK[start:end, k, None]
+            if k == 0:
+                total_tD.copy_(rows_TKD[start:end, k]).mul_(scores_t1)
+            else:
+                total_tD.addcmul_(row_tD.copy_(rows_TKD[start:end, k]), scores_t1)
         out_TD[start:end] = total_tD
 
     # Blocks of tokens whose FP32 sums stay in cache.
-    for_experts(tokens, [*range(0, T, _TOKENS), T])
+    for_experts(bags if scores_TK is None else weighted, [*range(0, T, _TOKENS), T])
 
 
 def take_dscores_torch(*, dscores_TK: Tensor, decision: Tensor, out_TK: Tensor) -> None:

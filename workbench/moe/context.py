@@ -21,6 +21,7 @@ from workbench.moe.config import MoEConfig
 from workbench.moe.executor_torch import Dry, Launch, TorchExecutor
 from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import PeerGroup, VirtualGroup
+from workbench.moe.pages import Lender
 from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Phase, Pipeline
 from workbench.moe.plan_ours import OursPlan, plan_ours
 from workbench.moe.step import Executor, RankMemory, Step, splits
@@ -43,6 +44,8 @@ class Context:
             for rank in group.hosted
         }
         self.executor = TorchExecutor()
+        self.lender = Lender()
+        """Lends the weights' gradients."""
         self.timer: Callable[[str, float], None] | None = None
         self._closed: str | None = None
         self._held: set[int] = set()
@@ -71,6 +74,7 @@ class Context:
         for memory in self._memory.values():
             memory.release()
         self._memory.clear()
+        self.lender.clear()
 
     @property
     def log(self) -> list[Launch] | None:
@@ -99,7 +103,7 @@ class Context:
         }
 
     def counts(self, entry: int) -> Tensor:
-        """Rows that each rank sent to each expert in the last forward of `entry`, [P, E]; a copy."""
+        """Rows that each rank sent to each expert in the last forward of `entry`: [P, E], a copy."""
         return self.memory(self.group.hosted[0]).own(f"counts_PE.{entry}").clone()
 
     def poison(self) -> None:
