@@ -1,0 +1,31 @@
+"""In continuous integration (CI=true) a skipped test fails the run: a missing tool must show.
+
+Tests marked `gpu` are deselected by default, which is not a skip.
+"""
+
+import os
+
+import pytest
+
+
+def _skipped(config: pytest.Config) -> list[pytest.TestReport]:
+    """Skips of tests and of whole modules; empty outside continuous integration."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI") != "true" or reporter is None:
+        return []
+    return list(reporter.stats.get("skipped", []))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _skipped(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for report in _skipped(config):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        terminalreporter.write_line(
+            f"FAILED {report.nodeid}: {reason}; with CI=true a skip is a failure", red=True
+        )

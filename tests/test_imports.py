@@ -1,0 +1,165 @@
+"""Imports point one way along the data flow, and `import workbench` stays light."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOW = (
+    ("errors",),
+    ("files",),
+    ("case",),
+    ("routing",),
+    ("formats", "hardware"),
+    ("kernels",),
+    ("moe",),
+    ("bench",),
+    ("model",),
+    ("report",),
+    ("explore",),
+    ("parameters", "execute"),
+    ("notebook",),
+    ("grid", "study"),
+    ("speed",),  # times the parts of the workbench, so it stands after all of them
+    ("cli",),
+)
+RANK = {part: rank for rank, parts in enumerate(FLOW) for part in parts}
+LIGHT = ("errors", "case", "routing", "hardware", "moe.plan", "moe.config", "model", "cli")
+"""Modules and packages whose import brings neither torch nor plotly."""
+
+
+def module_name(path: Path) -> str:
+    """`workbench/moe/plan.py` -> `workbench.moe.plan`; `kernels/x.py` -> `workbench.kernels.x`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(parts if parts[0] == "workbench" else ("workbench", *parts))
+    return name.removesuffix(".__init__")
+
+
+def place(name: str) -> str:
+    """The part of the flow that the dotted name `workbench.x.y` belongs to: `x.y`, or `x`."""
+    parts = name.split(".")[1:]
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in RANK else (parts or [""])[0]
+
+
+def imported(source: str, module: str, *, package: bool = False) -> set[str]:
+    """Absolute dotted names that `source`, read as `module`, imports anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")
+            base = parents[: len(parents) - node.level + package] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            names.update(f"{stem}.{alias.name}" for alias in node.names)
+    return names
+
+
+def against_the_flow(source: str, module: str, *, package: bool = False) -> list[str]:
+    """What `module` imports from further along the flow, or sideways; [] if all is well."""
+    part = place(module)
+    wrong = []
+    for name in sorted(imported(source, module, package=package)):
+        if not name.startswith("workbench."):
+            continue
+        target = place(name)
+        if target.startswith("__") or target == part:
+            continue
+        if part not in RANK or RANK.get(target, len(FLOW)) >= RANK[part] or part == "kernels":
+            wrong.append(f"{module} imports {name}")
+    return wrong
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_every_module_has_its_place_in_the_flow() -> None:
+    names = {module_name(path) for path in python_files("workbench", "kernels")}
+    assert {place(name) for name in names - {"workbench"}} <= set(RANK)
+
+
+def test_imports_follow_the_flow() -> None:
+    files = python_files("workbench", "kernels")
+    assert ROOT / "workbench/case.py" in files
+    wrong = [
+        line
+        for path in files
+        for line in against_the_flow(
+            path.read_text(), module_name(path), package=path.name == "__init__.py"
+        )
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "wrong"),
+    [
+        ("import workbench.routing", "workbench.case", "workbench.routing"),
+        ("from workbench import cli", "workbench.model.cost", "workbench.cli"),
+        ("def f():\n    from ..report import figures", "workbench.moe.plan", "report.figures"),
+        ("from workbench.errors import InputError", "workbench.kernels.gemm", "errors.InputError"),
+        ("from workbench.hardware import Hardware", "workbench.formats", "hardware.Hardware"),
+        ("import workbench.unheard", "workbench.cli", "workbench.unheard"),
+        ("from workbench.model import cost", "workbench.bench.record", "workbench.model.cost"),
+    ],
+)
+def test_an_import_against_the_flow_is_found(source: str, module: str, wrong: str) -> None:
+    (line,) = against_the_flow(source, module)
+    assert line.endswith(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from workbench.moe import plan\nfrom workbench.bench.record import Record", "model.cost"),
+        ("from . import cost\nfrom ..errors import InputError", "model.roofline"),
+        ("from .tile import x\nimport torch", "kernels.gemm"),
+        ("from workbench import __version__", "cli"),
+    ],
+)
+def test_an_import_along_the_flow_passes(source: str, module: str) -> None:
+    assert against_the_flow(source, f"workbench.{module}") == []
+
+
+def test_a_relative_import_in_a_package_file_is_resolved() -> None:
+    assert imported("from .plan import f", "workbench.moe", package=True) == {
+        "workbench.moe.plan.f"
+    }
+
+
+def test_nothing_imports_a_top_level_package_called_kernels() -> None:
+    for path in python_files("workbench", "kernels", "tests"):
+        names = imported(path.read_text(), module_name(path), package=path.name == "__init__.py")
+        assert not {name for name in names if name.split(".")[0] == "kernels"}, path
+    for path in (ROOT / "notebooks").rglob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+        assert not re.search(r"^\s*(import|from) kernels\b", code, re.MULTILINE), path
+
+
+def test_import_workbench_is_light() -> None:
+    assert _loaded("workbench", "torch", "plotly", "pandas", "pydantic", "numpy") == []
+
+
+def test_arithmetic_modules_bring_neither_torch_nor_plotly() -> None:
+    modules = [
+        name
+        for path in python_files("workbench")
+        if (name := module_name(path)).partition(".")[2].startswith(LIGHT)
+    ]
+    assert {"workbench.case", "workbench.hardware", "workbench.routing"} <= set(modules)
+    assert _loaded(",".join(modules), "torch", "plotly") == []
+
+
+def _loaded(modules: str, *heavy: str) -> list[str]:
+    """Which of `heavy` are loaded after importing `modules` in a fresh interpreter."""
+    code = f"import sys, {modules}\nprint([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(ast.literal_eval(done.stdout))
