@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOW = (
     ("errors",),
+    ("files",),
     ("case",),
     ("routing",),
     ("formats", "hardware"),

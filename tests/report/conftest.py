@@ -1,6 +1,6 @@
 import pytest
 
-from workbench.bench.record import load_table
+from workbench.bench.record import concat, load_table
 from workbench.hardware import load_hardware
 from workbench.report.export import export_figures, find_browser
 from workbench.report.figures import all_figures
@@ -29,6 +29,14 @@ def exported(figures, browser, tmp_path_factory):
     done = export_figures(figures, tmp_path_factory.mktemp("figures"), ["html", "svg"])
     assert done.skipped == ""
     return done
+
+
+@pytest.fixture(scope="session")
+def overlaid(study, browser, tmp_path_factory):
+    """SVG of the study with records of one's own over it, another shape on another device."""
+    mine = study.assign(origin="measured", device="NVIDIA H200", implementation="own", T=512)
+    figures = all_figures(concat([study, mine[mine["ep"] < 64]]), load_hardware("GB300"))
+    return export_figures(figures, tmp_path_factory.mktemp("overlaid"), ["svg"])
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,13 @@ def test_no_text_overlaps_or_is_clipped_at_the_exported_size(name, exported, pag
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_text_overlaps_when_ones_own_records_lie_over_the_study(name, overlaid, page):
+    measured = measure(page, overlaid.files[name]["svg"].read_text())
+    assert text_faults(measured) == []
+
+
+@pytest.mark.browser
 def test_the_overlap_check_sees_an_overlap_and_a_clip(page):
     svg = '<svg width="100" height="50"><text x="10" y="20">one</text>{}</svg>'
     assert text_faults(measure(page, svg.format('<text x="15" y="20">two</text>')))

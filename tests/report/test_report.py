@@ -13,9 +13,10 @@ import pytest
 from workbench.bench.record import REFERENCE, load_table
 from workbench.errors import InputError
 from workbench.notebook import MAX_BYTES, NotebookError
+from workbench.report.draw import figure_data
 from workbench.report.figures import FIGURES
 from workbench.report.report import ReportParameters, open_report
-from workbench.study import NOTEBOOK, build_report
+from workbench.study import MODEL_NOTEBOOK, NOTEBOOK, build_report
 
 SHA256 = "24bd0ff21754fb429eca41829929d655fe51ab86ee01e171cb4817ed3794e272"
 
@@ -67,7 +68,8 @@ def test_run_leaves_the_files_that_it_names(index):
     assert notebook.stat().st_size < MAX_BYTES
     assert notebook.stat().st_size > 100_000  # it holds the figures
     links = re.findall(r'<a href="([^"]+)"', markup(index))
-    assert len(links) == 3 * len(FIGURES) + 4
+    assert len(links) == 3 * len(FIGURES) + 5
+    assert f"model/{MODEL_NOTEBOOK.name}" in links
     assert [link for link in links if not (folder / link).is_file()] == []
     exported = load_table(folder / "data" / "results.json")
     assert set(exported["ep"]) == {8, 32}
@@ -156,7 +158,7 @@ def test_bad_input_is_one_line(given, message):
         ({"formatz": ["png"]}, "formatz"),
         ({"ep": "many"}, "ep='many'"),
         ({"formats": ["gif"]}, r"formats=\['gif'\]"),
-        ({"results": __file__}, r"test_report\.py: line 1, column 1: not JSON"),
+        ({"results": __file__}, r"test_report\.py: line 1, column 3: not JSON"),
         ({"ep": "7"}, r"no case with a time for ep=\[7\]"),
     ],
 )
@@ -175,6 +177,15 @@ def test_a_cell_that_fails_fails_the_run(tmp_path, monkeypatch):
         build_report(None, {"formats": ["html"]})
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "failed"
     assert not (tmp_path / "index.html").exists()
+
+
+def test_a_device_that_is_named_holds_all_cases():
+    found = open_report(ReportParameters(hardware="H200", category=["packing"])).figures["roofline"]
+    assert "H200" in found.layout.title.text
+    assert "cases on NVIDIA GB300" in found.layout.title.text
+    assert figure_data(found)["case"].count() == 20
+    roof = figure_data(found)
+    assert roof.loc[roof["series"] == "BF16 roof", "y"].max() == 989
 
 
 def test_a_folder_of_ones_own_records_is_reported(tmp_path):

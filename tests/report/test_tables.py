@@ -67,6 +67,10 @@ def test_pairs_stay_within_an_origin_and_a_device(study):
     theirs = found[found["origin"] == "published"].set_index("id")["ratio"]
     pd.testing.assert_series_equal(mine, theirs * 2 / 3, check_exact=False)
     assert found[found["origin"] == "measured"]["series"].str.contains("measured").all()
+    means = tables.headline(concat([study, other])).set_index("group")["geometricMean"]
+    published = means["all pairs (published, NVIDIA GB300)"]
+    assert round(published, 3) == 1.173
+    assert means["all pairs (measured, NVIDIA H200)"] == pytest.approx(published * 2 / 3)
 
 
 def test_slowdown_is_over_the_same_systems_balanced_time(study):
@@ -121,6 +125,14 @@ def test_packing_layers_schedule_what_mok_schedules(study):
         assert rows["factor"].tolist() == DOCUMENT["meta"]["profiles"][profile]
         assert set(rows["scratchRows"]) == {8 * 12288}
     assert found["rows"].iloc[0] == 92160
+
+
+def test_layers_of_different_shapes_are_kept_apart(study):
+    found = tables.packing_layers(concat([study, study.assign(T=512)]))
+    assert len(found) == 80
+    loads = found[found["layer"] == 1].groupby("workload")["rows"].first()
+    assert loads["EP 32, profile A, T 512"] == 7.5 * 512 * 6
+    assert loads["EP 32, profile A, T 2048"] == 92160
 
 
 def test_packing_of_a_shape_that_dist_moe_refuses_has_no_plan(study):

@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from workbench.bench.record import write_atomic
 from workbench.case import Case
 from workbench.errors import InputError
+from workbench.files import write_atomic
 from workbench.hardware import Hardware, load_hardware
 from workbench.model.parameters import PARAMETERS, Group
 from workbench.model.prediction import predict_table

@@ -69,7 +69,13 @@ def predict_table(
     out["binds"], out["why"] = np.zeros(count, np.int8), np.zeros(count, np.int8)
     groups = group_rows(table)
     _refuse_unknown(table, groups)
-    groups = {group: rows for group, rows in groups.items() if len(rows)}
+    # Single layers first: a block of them needs no sum over layers.
+    several = (table["layers"] > 1).to_numpy()
+    groups = {
+        group: np.concatenate([rows[~several[rows]], rows[several[rows]]])
+        for group, rows in groups.items()
+        if len(rows)
+    }
     cases_of = CaseArrays.of(table)
     foreign = hardware.name != own.name
     for group in groups:  # refuse before any work is done

@@ -148,13 +148,18 @@ def layer_terms(
     case, factor = cases.layer_factors()
     start = np.cumsum(layers) - layers
     last = start + layers - 1
+    single = len(case) == len(layers)
 
-    rows = rank_rows(T=T[case], K=K[case], ep=ep[case], factor=factor)
+    def each(of_case: Array) -> Array:
+        """[N] -> [M]: a case's value for each of its layers."""
+        return of_case if single else of_case[case]
+
+    rows = rank_rows(T=each(T), K=each(K), ep=each(ep), factor=factor)
     busiest = rows.busiest
     tile = pa.MOK_EXPERT_ROWS if group.backend == "mok" else pa.DIST_MOE_EXPERT_ROWS
-    padded = pa.evenly_padded_rows(busiest, experts[case], tile)
-    relative = busiest / (T * K)[case]
-    total = np.add.reduceat(busiest, start)
+    padded = pa.evenly_padded_rows(busiest, each(experts), tile)
+    relative = busiest / each(T * K)
+    total = busiest if single else np.add.reduceat(busiest, start)
 
     peak, bf16 = hardware.peak_tflops(group.precision), hardware.peak_tflops("bf16")
     hbm = hardware.hbm_tb_s * 1e9
@@ -165,9 +170,9 @@ def layer_terms(
 
     quantised = mxfp8 & (group.backend == "dist_moe") & ~training
     there_bytes = np.where(quantised, MXFP8_BYTES, BF16_BYTES)
-    ratio = (there_bytes / BF16_BYTES)[case]
+    ratio = each(there_bytes / BF16_BYTES)
     remote = (1 - 1 / ep) * D * BF16_BYTES
-    back = link_ms(busiest * remote[case], ep[case], hardware)
+    back = link_ms(busiest * each(remote), each(ep), hardware)
 
     wide = (F / constants["reference_F"]) ** constants["slowdown_exponent"]
     reference = expert_flop(
@@ -186,16 +191,16 @@ def layer_terms(
         start=start,
         last=last,
         training=training,
-        gemm=padded * row_ms[case],
-        shared=shared[case],
+        gemm=padded * each(row_ms),
+        shared=each(shared),
         there=back * ratio,
         back=back,
         fill=(1 + ratio) / 2,
-        weights=(params * weight_bytes)[case],
-        params=params[case],
-        columns=padded * (training * F / hbm)[case],
-        experts=experts[case].astype(np.float64),
-        balanced=np.where(relative < constants["balanced_below"], wide[case], 0.0),
+        weights=each(params * weight_bytes),
+        params=each(params),
+        columns=padded * each(training * F / hbm),
+        experts=each(experts).astype(np.float64),
+        balanced=np.where(relative < constants["balanced_below"], each(wide), 0.0),
         load=busiest[last] * (6.0 * D * F) / reference,
         minibatches=minibatches / constants["minibatch_rows"],
         recompute=recompute,
@@ -204,7 +209,7 @@ def layer_terms(
             "HBM": passes * layers * hbm_total / hbm,
             "link": link_ms(wire * D * np.where(training, 2, 1), ep, hardware),
         },
-        factor=np.maximum.reduceat(relative, start),
+        factor=relative if single else np.maximum.reduceat(relative, start),
     )
 
 

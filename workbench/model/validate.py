@@ -172,6 +172,32 @@ def validate(table: pd.DataFrame, hardware: Hardware | None = None) -> Validatio
     )
 
 
+def shown_protocols(validation: Validation) -> pd.DataFrame:
+    """The protocols for people: errors, gates and goals in percent, mean / worst."""
+    p = validation.protocols
+
+    def pair(mean: str, worst: str) -> list[str]:
+        texts = [
+            ["" if pd.isna(v) else f"{100 * v:.2f}" for v in values]
+            for values in p[[mean, worst]].itertuples(index=False)
+        ]
+        return [" / ".join(filter(None, text)) for text in texts]
+
+    goal = p["goalMet"] & p["goalMean"].notna()
+    verdict = np.where(goal, "goal met", np.where(p["gateMet"], "gate met", "gate MISSED"))
+    asked = p["gateMean"].notna()
+    return pd.DataFrame(
+        {
+            "protocol": p["protocol"],
+            "cases": p["cases"],
+            "error [%]": pair("mean", "worst"),
+            "gate [%]": pair("gateMean", "gateWorst"),
+            "goal [%]": pair("goalMean", "goalWorst"),
+            "verdict": np.where(asked & (p["cases"] > 0), verdict, ""),
+        }
+    )
+
+
 def _memory_errors(table: pd.DataFrame, folds: list[Mask], leave_out: bool) -> Array:
     errors = np.full(len(table), np.nan)
     for fold in folds:

@@ -50,7 +50,9 @@ def grid(
     with `own_y` per column. Panel (column, row) is drawn on axes column + 1 and row + 1."""
     rows = 1 if own_y else len(ys)
     gap = left + 4 if own_y else _GAP
-    width = max(width, left + _RIGHT + len(xs) * 100)
+    longest = max(len(text) for name, axis in xs for text in (name, axis["title"]))
+    narrowest = max(100, int(0.5 * TEXT * longest))
+    width = max(width, left + _RIGHT + len(xs) * (narrowest + gap) - gap)
     top = _TITLE + _PANEL_TITLE * any(name for name, _ in xs)
     inner_w, inner_h = width - left - _RIGHT, rows * panel_height + (rows - 1) * _GAP
     panel_w = (inner_w - (len(xs) - 1) * gap) / len(xs)
@@ -169,14 +171,17 @@ def rule(fig: go.Figure, x: Sequence[float], y: Sequence[Any], name: str, dash: 
 
 
 def legend(fig: go.Figure, title: str = LEGEND_TITLE) -> go.Figure:
-    """The legend below the panels; the figure grows by its height. Call it last."""
+    """The legend below the panels; the figure grows by its height, and where a name is longer than
+    the figure is wide also in width. Call it last."""
     names = [trace.name for trace in fig.data if trace.showlegend]
     entry = 0.56 * SMALL * max(map(len, names), default=1)
     margin = fig.layout.margin
-    per_row = max(1, int((fig.layout.width - margin.l - margin.r) // (entry + _LEGEND_MARK)))
+    width = max(fig.layout.width, int(entry + _LEGEND_MARK + 12))
+    per_row = max(1, int((width - margin.l - margin.r) // (entry + _LEGEND_MARK)))
     height = _LEGEND_TITLE + _LEGEND_ROW * math.ceil(len(names) / per_row)
     fig.update_layout(
-        legend={"title": {"text": title}, "entrywidth": entry, "x": 6 / fig.layout.width},
+        legend={"title": {"text": title}, "entrywidth": entry, "x": 6 / width},
+        width=width,
         height=fig.layout.height + height,
         margin={"b": margin.b + height},
     )

@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from workbench.bench.record import write_atomic
+from workbench.files import write_atomic
 from workbench.report.draw import figure_data
 
 Format = Literal["html", "svg", "pdf", "png"]

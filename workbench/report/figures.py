@@ -308,9 +308,13 @@ def all_figures(
     hardware: Hardware | None = None,
     hardware_file: str | None = None,
     names: Sequence[str] = tuple(FIGURES),
+    every_device: bool = False,
 ) -> dict[str, go.Figure]:
-    """The named figures of a table. Those that need a device show the cases measured on it."""
-    own = table if hardware is None else tables.on_device(table, hardware.name, hardware_file)
+    """The named figures of a table. Those that need a device show the cases measured on it, or
+    with `every_device` hold all cases against it."""
+    own = table
+    if hardware is not None and not every_device:
+        own = tables.on_device(table, hardware.name, hardware_file)
     return {
         name: spec.function(own, hardware) if spec.needs_hardware else spec.function(table)
         for name, spec in ((name, FIGURES[name]) for name in names)

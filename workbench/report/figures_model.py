@@ -8,7 +8,7 @@ from workbench.hardware import Hardware
 from workbench.model.roofline import attainable_tflops
 from workbench.report import tables
 from workbench.report.draw import LOG, Axis, empty, grid, legend, lines, rule
-from workbench.report.theme import COLUMN, DOUBLE
+from workbench.report.theme import DOUBLE
 
 _ROOFS = {"bf16": ("BF16 roof", "solid"), "mxfp8": ("FP8 roof (for MXFP8)", "dash")}
 
@@ -23,7 +23,7 @@ def roofline(table: pd.DataFrame, hardware: Hardware | None) -> go.Figure:
     peaks = {p: hardware.peak_tflops(p) for p in _ROOFS if p in set(found["precision"])}
     bottom, top = found["TFLOPs"].min() / 1.6, max(peaks.values()) * 1.4
     fig = grid(
-        f"{title} of {hardware.title}",
+        f"{title} of {hardware.title}, cases on {_devices(found)}",
         [("", {"title": "useful FLOP per modelled HBM byte [FLOP/B]", **LOG,
                "range": np.log10([low, high])})],
         [{"title": "useful rate [TFLOP/s per GPU]", **LOG, "range": np.log10([bottom, top])}],
@@ -40,7 +40,7 @@ def roofline(table: pd.DataFrame, hardware: Hardware | None) -> go.Figure:
 
 def floors(table: pd.DataFrame, hardware: Hardware | None) -> go.Figure:
     """How much of the time the busiest rank's binding floor explains, and which floor binds."""
-    title = "Floor of the busiest rank against measured time"
+    title = "Floor against measured time"
     if hardware is None or not table["iterationMS"].notna().any():
         return empty(title, _reason(hardware))
     found = tables.roofline(table, hardware)
@@ -50,13 +50,18 @@ def floors(table: pd.DataFrame, hardware: Hardware | None) -> go.Figure:
     span = np.log10([found["iterationMS"].min() / 1.5, found["iterationMS"].max() * 1.5])
     axis: Axis = {"title": "iteration time [ms]", **LOG, "range": span}
     fig = grid(
-        title, [(f"{name} binds ({len(part)} cases)", axis) for name, part in parts],
+        f"Floor on {hardware.title} against time on {_devices(found)}",
+        [(f"{name} binds ({len(part)} cases)", axis) for name, part in parts],
         [{"title": "floor / time [%]", "range": [0, max(100, found["percent"].max() * 1.05)]}],
-        width=DOUBLE if len(parts) > 1 else COLUMN, panel_height=220,
+        width=DOUBLE, panel_height=220,
     )  # fmt: skip
     for n, (name, part) in enumerate(parts):
         lines(fig, part, "iterationMS", "percent", n, 0, f"{name} binds", mode="markers")
     return legend(fig)
+
+
+def _devices(found: pd.DataFrame) -> str:
+    return ", ".join(found["device"].unique())
 
 
 def _reason(hardware: Hardware | None) -> str:

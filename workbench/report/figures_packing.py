@@ -19,14 +19,13 @@ def load(table: pd.DataFrame) -> go.Figure:
     layers["kept"] = layers["scheduledRows"].fillna(layers["rows"]) - layers["replayedRows"].fillna(
         0
     )
-    parts = list(layers.groupby(["ep", "profile"], sort=True))
+    parts = list(layers.groupby("workload", sort=False))
     most = int(layers["layer"].max())
     axis: Axis = {"title": "layer [index]", "range": [0.3, most + 0.7], "dtick": 3, "tick0": 1}
-    fig = grid(title, [(f"EP {ep}, profile {profile}", axis) for (ep, profile), _ in parts],
+    fig = grid(title, [(str(name), axis) for name, _ in parts],
                [{"title": "rows of rank 0 [1]", "rangemode": "tozero"}],
                width=DOUBLE if len(parts) > 1 else COLUMN, panel_height=210)  # fmt: skip
-    for n, ((ep, profile), part) in enumerate(parts):
-        panel = f"EP {ep}, profile {profile}"
+    for n, (panel, part) in enumerate(parts):
         for name, column, colour, pattern in (
             ("scheduled and kept (mok)", "kept", "#56B4E9", ""),
             ("scheduled and replayed (mok)", "replayedRows", "#D55E00", "/"),

@@ -15,8 +15,9 @@ import plotly.graph_objects as go
 from pydantic import BaseModel, ConfigDict
 
 import workbench
-from workbench.bench.record import REFERENCE, export_results, load_table, write_atomic
+from workbench.bench.record import REFERENCE, export_results, load_table
 from workbench.errors import InputError
+from workbench.files import sha256, write_atomic
 from workbench.hardware import Hardware, known_devices, load_hardware, match_device
 from workbench.report.export import FORMATS, Exported, Format, export_figures
 from workbench.report.figures import all_figures
@@ -28,8 +29,9 @@ class ReportParameters(BaseModel):
     """Parameters of the report notebook. An empty list selects everything.
 
     `results`: a result file, a record file or a folder with records; empty for the published
-    study. `hardware`: the device whose peaks the cases are held against; empty for that of the
-    cases. `hardware_file`: peaks of one's own in place of the packaged ones.
+    study. `hardware`: the device whose peaks all cases are held against; empty for the device of
+    the most cases, which then holds only its own. `hardware_file`: peaks of one's own in place of
+    the packaged ones.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +62,13 @@ class Report:
     @cached_property
     def figures(self) -> dict[str, go.Figure]:
         """Every figure of `FIGURES`, by name."""
-        return all_figures(self.table, self.hardware, self.parameters.hardware_file or None)
+        chosen = self.parameters
+        return all_figures(
+            self.table,
+            self.hardware,
+            chosen.hardware_file or None,
+            every_device=bool(chosen.hardware),
+        )
 
     def export(self, folder: Path) -> Exported:
         """Write the figures into `folder`/figures and the cases into `folder`/data: `cases.csv`,
@@ -107,7 +115,7 @@ def open_report(parameters: ReportParameters) -> Report:
     return Report(
         parameters=parameters,
         source=source,
-        input_sha256=_sha256(source),
+        input_sha256=_fingerprint(source),
         table=table,
         hardware=_hardware(table, parameters.hardware, parameters.hardware_file or None),
     )
@@ -123,9 +131,9 @@ def _hardware(table: pd.DataFrame, name: str, path: str | None) -> Hardware | No
         return None
 
 
-def _sha256(source: Path) -> str:
+def _fingerprint(source: Path) -> str:
     if source.is_file():
-        return hashlib.sha256(source.read_bytes()).hexdigest()
+        return sha256(source)
     digest = hashlib.sha256()
     for file in sorted(source.rglob("*.record.json")):
         digest.update(f"{file.relative_to(source)}\0".encode() + file.read_bytes())

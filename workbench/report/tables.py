@@ -23,7 +23,6 @@ from workbench.report.theme import PRECISIONS, STYLES, system_name
 
 GIB = 2**30
 GROUP = ["mode", "precision", "category"]
-WORKLOAD_OF_LAYERS = ["mode", "ep", "profile", "factors", "T", "K", "E", "layers"]
 _VARIANTS = ("origin", "device", "T", "D", "E", "K", "sharedExperts", "F", "slotFactor",
              "scratchFactor")  # fmt: skip
 
@@ -78,25 +77,26 @@ def pairs(table: pd.DataFrame) -> pd.DataFrame:
     found["ratio"] = found["mokMS"] / found["iterationMS"]
     ids = zip(found["dist"], found["mok"], strict=True)
     found["fastest"] = pd.Series([pair in fastest for pair in ids], found.index, dtype=bool)
-    labels = [workload_label(row) for row in found.to_dict("records")]
+    several = found.loc[found["category"] == "single_layer", "F"].nunique() > 1
+    labels = [workload_label(row, with_F=several) for row in found.to_dict("records")]
     found["workload"] = pd.Series(labels, found.index, dtype=str)
     return found
 
 
-def workload_label(row: Mapping[Any, Any]) -> str:
+def workload_label(row: Mapping[Any, Any], with_F: bool = False) -> str:
     """A workload without its mode: `EP 16 BF16 i4`, `EP 16 BF16 F1536` or `EP 32 BF16 A`."""
     what = {
-        "single_layer": lambda: f"i{row['imbalance']:g}",
+        "single_layer": lambda: f"i{row['imbalance']:g}" + f" F{row['F']}" * with_F,
         "width": lambda: f"F{row['F']}",
         "packing": lambda: str(row["profile"]),
     }[row["category"]]()
-    name = f"EP {row['ep']} {PRECISIONS.get(row['precision'], row['precision'])} {what}"
-    return f"{name} ({row['variantName']})" if row["variantName"] else name
+    return f"EP {row['ep']} {PRECISIONS.get(row['precision'], row['precision'])} {what}"
 
 
 def headline(table: pd.DataFrame) -> pd.DataFrame:
     """mok time over the time of dist_moe's fastest pipeline: number of pairs, geometric mean,
-    lowest and highest ratio; by mode, precision and category, and over all pairs (last row)."""
+    lowest and highest ratio; by mode, precision and category, and over all pairs (last rows).
+    Pairs of different origin, device or shape (`variantName`) are never averaged."""
     found = pairs(table)
     found = found[found["fastest"]]
     statistics = {
@@ -105,20 +105,25 @@ def headline(table: pd.DataFrame) -> pd.DataFrame:
         "lowest": ("ratio", "min"),
         "highest": ("ratio", "max"),
     }
+    keys = ["variantName", *GROUP]
     if found.empty:
-        return pd.DataFrame(columns=["group", *GROUP, *statistics])
-    order = found.assign(category=pd.Categorical(found["category"], CATEGORIES))
-    groups = order.groupby(GROUP, observed=True).agg(**statistics).reset_index()
+        return pd.DataFrame(columns=["group", *keys, *statistics])
+    found["category"] = pd.Categorical(found["category"], [*CATEGORIES, "all"])
+    both = pd.concat([found, found.assign(mode="all", precision="all", category="all")])
+    both["category"] = pd.Categorical(both["category"], [*CATEGORIES, "all"])
+    groups = both.assign(total=both["mode"] == "all")
+    groups = groups.groupby(["total", *keys], observed=True).agg(**statistics).reset_index()
     groups["category"] = groups["category"].astype(str)
-    total = found.assign(all=0).groupby("all").agg(**statistics).reset_index(drop=True)
     names = [
-        f"{mode} {PRECISIONS.get(precision, precision)} {category.replace('_', ' ')}"
-        for mode, precision, category in groups[GROUP].itertuples(index=False)
+        "all pairs"
+        if row.total
+        else f"{row.mode} {PRECISIONS.get(row.precision, row.precision)} "
+        + row.category.replace("_", " ")
+        for row in groups.itertuples()
     ]
-    groups.insert(0, "group", names)
-    total.insert(0, "group", "all pairs")
-    total[GROUP] = "all"
-    return pd.concat([groups, total], ignore_index=True)
+    variants = [f" ({name})" if name else "" for name in groups["variantName"]]
+    groups.insert(0, "group", [n + v for n, v in zip(names, variants, strict=True)])
+    return groups.drop(columns="total")
 
 
 def geometric_mean(values: "pd.Series[float]") -> float:
@@ -192,15 +197,19 @@ def packing_layers(table: pd.DataFrame) -> pd.DataFrame:
     scratch takes. NaN where the table has no case of that system.
     """
     found = table[(table["category"] == "packing") & table["iterationMS"].notna()]
-    names = ["mode", "ep", "profile", "layer", "factor", "rows", "scheduledRows", "retainedRows",
+    keys = ["mode", "ep", "profile", "factors", "T", "K", "E"]
+    told = [name for name in ("mode", "T", "K", "E") if found[name].nunique() > 1]
+    names = ["workload", *keys[:3], "layer", "factor", "rows", "scheduledRows", "retainedRows",
              "replayedRows", "scratchRows"]  # fmt: skip
     layers = [pd.DataFrame(columns=names)]
-    for _, cases in found.groupby([*WORKLOAD_OF_LAYERS], sort=True, dropna=False):
+    for _, cases in found.groupby(keys, sort=True, dropna=False):
         mok, dist = (cases[cases["backend"] == name] for name in ("mok", "dist_moe"))
         row = cases.iloc[0]
         plans = CasePlans(table=(mok if len(mok) else cases).iloc[[0]], backend="mok")
         frame = pd.DataFrame({"layer": np.arange(1, row["layers"] + 1), "factor": row["factors"]})
-        frame[["mode", "ep", "profile"]] = row["mode"], row["ep"], row["profile"]
+        frame[keys[:3]] = row["mode"], row["ep"], row["profile"]
+        label = [f"EP {row['ep']}, profile {row['profile']}", *(f"{n} {row[n]}" for n in told)]
+        frame["workload"] = ", ".join(label)
         frame["rows"] = plans.rows.rank0[0]
         if len(mok):
             frame["scheduledRows"] = plans.padded(plans.rows.rank0)[0]
@@ -249,9 +258,10 @@ def rates(table: pd.DataFrame) -> pd.DataFrame:
 def key_numbers(table: pd.DataFrame) -> list[tuple[str, str]]:
     """(number, what it is) for the head of a report, as far as the selection has them."""
     found = []
-    total = headline(table).tail(1)
-    for row in total.itertuples():
+    groups = headline(table)
+    for row in groups[groups["mode"] == "all"].itertuples():
         words = f"mok time over dist_moe time, geometric mean of {row.pairs} pairs"
+        words += f", {row.variantName}" if row.variantName else ""
         span = f"{row.lowest:.3f} to {row.highest:.3f}"
         found.append((f"{row.geometricMean:.3f}", f"{words} ({span})"))
     even = table[(table["category"] != "packing") & (table["imbalance"] == 1)]
