@@ -3,6 +3,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PINS := pyproject.toml constraints-cpu.txt constraints-cuda.txt tools/install
 
+NOTEBOOKS := 00_index 03_imbalance 04_width 05_precision
+
 .PHONY: help run test lab clean
 
 help:
@@ -13,6 +15,7 @@ help:
 	@echo "PYTHON=python3.12 make run picks the Python that .venv is made with"
 
 run: $(VENV)/.run $(VENV)/.browser
+	set -e; for name in $(NOTEBOOKS); do $(VENV)/bin/workbench run notebooks/$$name.ipynb >/dev/null; done
 	$(VENV)/bin/workbench report
 
 test: $(VENV)/.test $(VENV)/.browser

@@ -66,8 +66,7 @@ def reported(name: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def _cell_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
-        print(f"{name}: started", file=sys.stderr)
-        yield lambda index, cells: None
+        yield lambda index, cells: None if index else print(f"{name}: started", file=sys.stderr)
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -323,20 +322,20 @@ def bench_plan_command(as_json: Json = False) -> None:
     print_figures(bench_plan(), as_json)
 
 
-@bench.command("explore")
-def bench_explore_command(changes: int = 200, as_json: Json = False) -> None:
-    """Time from a control's change to the updated figure, for each explorer, in the kernel."""
-    from workbench.speed import bench_explore
-
-    print_figures(bench_explore(changes), as_json)
-
-
 @bench.command("predict")
 def bench_predict_command(cases: int = 1_000_000, as_json: Json = False) -> None:
     """Time to predict a table of a million random cases."""
     from workbench.speed import bench_predict
 
     print_figures(bench_predict(cases), as_json)
+
+
+@bench.command("explore")
+def bench_explore_command(changes: int = 200, as_json: Json = False) -> None:
+    """Time from a control's change to the updated figure, for each explorer, in the kernel."""
+    from workbench.speed import bench_explore
+
+    print_figures(bench_explore(changes), as_json)
 
 
 @bench.command("runner")

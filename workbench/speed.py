@@ -1,4 +1,4 @@
-"""How fast the workbench itself is: what `workbench bench plan`, `predict` and `explore` print."""
+"""How fast the workbench itself is: what `workbench bench plan`, `predict`, `explore` print."""
 
 import statistics
 import time
@@ -50,6 +50,25 @@ def bench_plan(cases: int = 100_000, repeats: int = 5) -> dict[str, float | int]
     }
 
 
+def bench_predict(cases: int = 1_000_000, repeats: int = 5) -> dict[str, float | int]:
+    """Seconds (median and worst of `repeats`) to predict a table of random cases: times, floors,
+    intervals, peak memory and what is extrapolated, with the packaged calibration. `cpu_s` is the
+    median CPU time of both threads, which other work on the machine changes little."""
+    calibration, table = load_calibration(), random_cases(cases)
+    taken, used = [], []
+    for _ in range(repeats):
+        start, cpu = time.perf_counter(), time.process_time()
+        calibration.predict(table)
+        taken.append(time.perf_counter() - start)
+        used.append(time.process_time() - cpu)
+    return {
+        "cases": cases,
+        "predict_s": statistics.median(taken),
+        "predict_worst_s": max(taken),
+        "cpu_s": statistics.median(used),
+    }
+
+
 def bench_explore(changes: int = 200, seed: int = 0) -> dict[str, float | int]:
     """Milliseconds from a random control's change to the live figure's update: median, 95th
     percentile and worst, and the 95th percentile of processor time, for each explorer.
@@ -83,22 +102,3 @@ def bench_explore(changes: int = 200, seed: int = 0) -> dict[str, float | int]:
         figures[f"{name}_max_ms"] = max(wall)
         figures[f"{name}_p95_cpu_ms"] = float(np.percentile(cpu, 95))
     return figures
-
-
-def bench_predict(cases: int = 1_000_000, repeats: int = 5) -> dict[str, float | int]:
-    """Seconds (median and worst of `repeats`) to predict a table of random cases: times, floors,
-    intervals, peak memory and what is extrapolated, with the packaged calibration. `cpu_s` is the
-    median CPU time of both threads, which other work on the machine changes little."""
-    calibration, table = load_calibration(), random_cases(cases)
-    taken, used = [], []
-    for _ in range(repeats):
-        start, cpu = time.perf_counter(), time.process_time()
-        calibration.predict(table)
-        taken.append(time.perf_counter() - start)
-        used.append(time.process_time() - cpu)
-    return {
-        "cases": cases,
-        "predict_s": statistics.median(taken),
-        "predict_worst_s": max(taken),
-        "cpu_s": statistics.median(used),
-    }

@@ -10,6 +10,7 @@ from workbench.hardware import load_hardware
 from workbench.model.calibration import load_calibration
 from workbench.model.parameters import CONSTANTS, GROUPS, PARAMETERS, Group, own_count, slots
 from workbench.model.timemodel import CaseArrays, layer_terms, overlap, predict_times
+from workbench.moe.case_plan import plan_table
 
 GB300 = load_hardware("GB300")
 D, F, ROWS = 7168, 3072, 12288
@@ -88,7 +89,20 @@ def test_dist_moe_pays_for_what_its_slot_cannot_hold():
     assert terms_of(small).recompute.sum() > 5
     assert times_of(small).backward > 1.1 * times_of(full).backward
     assert times_of(small).forward == times_of(full).forward
-    assert terms_of(case(imbalance=8, slotFactor=0.5)).recompute.sum() == 0
+    assert terms_of(case(imbalance=8, slotFactor=0.5)).recompute.sum() == 1
+    assert terms_of(case(imbalance=8)).recompute.sum() == 0
+
+
+@pytest.mark.parametrize(("precision", "pipeline"), [("bf16", "standard"), ("mxfp8", "mega")])
+def test_a_single_layer_recomputes_as_its_plan_says(precision, pipeline):
+    cases = [
+        case(precision=precision, pipeline=pipeline, imbalance=i / 4, slotFactor=s / 4, F=F, D=D)
+        for i in range(0, 33)
+        for s in (0, 2, 3, 4, 5, 8, 17)
+        for F, D in ((3072, 7168), (64, 64), (32, 4096))
+    ]
+    planned = plan_table(case_table(cases))["recomputedLayers"]
+    assert terms_of(*cases).recompute.tolist() == planned.tolist()
 
 
 def test_layers_of_a_table_are_kept_apart():
@@ -96,7 +110,7 @@ def test_layers_of_a_table_are_kept_apart():
     alone = [times_of(c).iteration[0] for c in (packing, case(), case(imbalance=4))]
     together = times_of(case(), packing, case(imbalance=4), packing).iteration
     assert together.tolist() == pytest.approx([alone[1], alone[0], alone[2], alone[0]], rel=1e-13)
-    own = case(category="packing", profile="mine", factors=(4.0,))
+    own = case(category="packing", profile="mine", factors=(4.0,), slotFactor=8.0)
     assert times_of(own).iteration[0] == pytest.approx(alone[2], rel=1e-13)
 
 

@@ -50,10 +50,7 @@ PLANNED = ("slot", "scratch")
 
 def memory_amounts(cases: CaseArrays, group: Group) -> tuple[dict[str, Array], dict[str, Array]]:
     """(GiB planned by dist_moe: `slot`, `scratch`; 2**30 pieces of the other terms) of the cases
-    of one group, [N]; terms that the group does not have are left out.
-
-    The study's single layers keep everything that scratchFactor admits, so that is their slot.
-    """
+    of one group, [N]; terms that the group does not have are left out."""
     T, D, F, K, layers = (cases.T, cases.D, cases.F, cases.K, cases.layers)
     training = cases.training
     mxfp8 = group.precision == "mxfp8"
@@ -72,7 +69,6 @@ def memory_amounts(cases: CaseArrays, group: Group) -> tuple[dict[str, Array], d
         pieces["token_buffers"] = layers * T * D
         pieces["backward_tokens"] = T * D * training
         pieces["backward_columns"] = T * F * training
-        factor = np.where(layers == 1, cases.scratchFactor, cases.slotFactor)
         plan = dist_moe_table(
             num_local_input_tokens=T,
             hidden_dim=D,
@@ -85,7 +81,7 @@ def memory_amounts(cases: CaseArrays, group: Group) -> tuple[dict[str, Array], d
             pipeline=group.pipeline,
             inference=~training,
             device_scratch_capacity_factor=cases.scratchFactor,
-            activation_slot_capacity_factor=np.where(training, factor, np.nan),
+            activation_slot_capacity_factor=np.where(training, cases.slotFactor, np.nan),
         )
         planned["slot"] = plan["total_activation_bytes"] / GIB
         planned["scratch"] = plan["device_scratch_bytes"] / GIB

@@ -178,7 +178,8 @@ def layer_terms(
     reference = expert_flop(
         constants["reference_rows"], constants["reference_D"], constants["reference_F"]
     )
-    minibatches, recompute = _beyond_capacity(cases, group, case, rows.rank0, experts)
+    largest = np.maximum.reduceat(relative, start)
+    minibatches, recompute = _beyond_capacity(cases, group, case, rows.rank0, experts, largest)
     passes = np.where(training, 3, 1)
     hbm_total = hbm_bytes(
         R=total / layers, T=T, D=D, F=F, E_local=experts, K=K, S=S, weight_bytes=weight_bytes,
@@ -214,27 +215,24 @@ def layer_terms(
 
 
 def _beyond_capacity(
-    cases: CaseArrays, group: Group, case: Array, rank0: Array, experts: Array
+    cases: CaseArrays, group: Group, case: Array, rank0: Array, experts: Array, load: Array
 ) -> tuple[Array, Array]:
-    """(rows that mok replays, whether dist_moe recomputes) in backward, per layer [M].
-
-    A single layer has room for scratchFactor times the balanced rows, as in the study, whose
-    single layers at imbalance 8 replay and recompute nothing; only several layers share
-    slotFactor's room.
-    """
+    """(rows that mok replays, whether dist_moe recomputes) in backward, per layer [M]; `load` [N]
+    is the largest load of any rank in any layer, over the mean."""
     none = np.zeros(len(case))
-    several = (cases.layers > 1) & cases.training
     if group.backend == "mok":
-        factor = np.where(several, cases.slotFactor, cases.scratchFactor)
-        kept = pa.mok_retained_rows(np.floor(factor * cases.T * cases.K + 0.5).astype(np.int64),
-                                    MokConfig.minibatch_rows)  # fmt: skip
+        asked = np.floor(cases.slotFactor * cases.T * cases.K + 0.5).astype(np.int64)
+        kept = pa.mok_retained_rows(asked, MokConfig.minibatch_rows)
         padded = pa.evenly_padded_rows(rank0, experts[case], pa.MOK_EXPERT_ROWS)
         replayed = pa.mok_replay_rows(padded, kept[case])
         return np.where(cases.training[case], replayed, 0), none
-    if group.backend == "dist_moe" and several.any():
-        plans = CasePlans(table=cases.take(several).frame(), backend="dist_moe")
+    # One layer whose load is within a slot of at least 1 fits; only the others need a plan.
+    fits = (cases.layers == 1) & (cases.slotFactor >= np.maximum(load, 1))
+    planned = cases.training & ~fits
+    if group.backend == "dist_moe" and planned.any():
+        plans = CasePlans(table=cases.take(planned).frame(), backend="dist_moe")
         again = none.copy()
-        again[several[case]] = plans.saved[2][plans.in_layers]
+        again[planned[case]] = plans.saved[2][plans.in_layers]
         return none, again
     return none, none
 
