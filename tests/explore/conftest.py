@@ -104,7 +104,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(log.read_text())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # only one of Playwright's drivers may be open at a time
 def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 

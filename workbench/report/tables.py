@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench.record import match_pairs
-from workbench.case import CATEGORIES
+from workbench.case import CATEGORIES, PACKING_SLOT_FACTOR
 from workbench.errors import InputError
 from workbench.hardware import Hardware, match_device
 from workbench.model.cost import cost_table
@@ -37,11 +37,14 @@ def with_series(
     own implementation (`variantName`); `axes` names columns that a figure shows otherwise.
     """
     frame = table[table["iterationMS"].notna()].copy()
-    names = [n for n in _VARIANTS if n not in axes and frame[n].nunique() > 1]
+    # A single layer's slot follows its scratch unless somebody chose otherwise: no difference.
+    follows = frame["profile"].isna() & (frame["slotFactor"] == frame["scratchFactor"])
+    shown = frame.assign(slotFactor=frame["slotFactor"].mask(follows, PACKING_SLOT_FACTOR))
+    names = [n for n in _VARIANTS if n not in axes and shown[n].nunique() > 1]
     own = np.where(frame["implementation"] == frame["backend"], "", frame["implementation"])
     variants = [
         ", ".join(filter(None, [str(name), *map(_variant, names, row)]))
-        for name, row in zip(own, frame[names].to_numpy(object), strict=True)
+        for name, row in zip(own, shown[names].to_numpy(object), strict=True)
     ]
     systems = list(zip(frame["backend"], frame["pipeline"], frame["precision"], strict=True))
     numbers = {v: n for n, v in enumerate(dict.fromkeys(variants))}
