@@ -8,8 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import workbench
 
 _PACKAGES = ("torch", "triton", "numpy", "pandas")
@@ -18,6 +16,8 @@ _PACKAGES = ("torch", "triton", "numpy", "pandas")
 def device_label(device: str) -> str:
     """The device by the name its driver gives it; a CPU says that it is one, and its cores."""
     if device == "cuda":
+        import torch
+
         return torch.cuda.get_device_name()
     cores = len(os.sched_getaffinity(0))
     return f"CPU {_cpu_name()}, {cores} core{'s' * (cores != 1)}"
@@ -26,6 +26,8 @@ def device_label(device: str) -> str:
 def clock_mhz(device: str) -> float | None:
     """The device's clock as it is now, where it can be read."""
     if device == "cuda":
+        import torch
+
         try:
             return float(torch.cuda.clock_rate())
         except (RuntimeError, ModuleNotFoundError, AttributeError):
@@ -38,8 +40,6 @@ def versions() -> dict[str, str]:
     found = {"moe-workbench": workbench.__version__, "python": platform.python_version()}
     for name in _PACKAGES:
         found[name] = version(name)
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
     return found
 
 
@@ -67,6 +67,8 @@ class PeakMemory:
 
     def reset(self) -> None:
         if self.device == "cuda":
+            import torch
+
             torch.cuda.reset_peak_memory_stats()
         else:
             try:
@@ -77,6 +79,8 @@ class PeakMemory:
     def read(self) -> tuple[int, int | None]:
         """(bytes allocated, bytes reserved or None) at the peak."""
         if self.device == "cuda":
+            import torch
+
             return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         found = re.search(r"^VmHWM:\s*(\d+) kB", _read("/proc/self/status"), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0, None

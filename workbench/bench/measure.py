@@ -6,8 +6,8 @@ Legend: P ranks, W windows, I iterations, E experts in all.
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import numpy as np
 import torch
 
 from workbench.bench import gate, machine
-from workbench.bench.protocol import Floats, Protocol, make_clock, measure, slowest, statistics
-from workbench.bench.schema import SHAPE, OwnRecord
+from workbench.bench.protocol import Floats, make_clock, measure, slowest, statistics
+from workbench.bench.job import Settings
+from workbench.bench.own import make_record
+from workbench.bench.schema import OwnRecord
 from workbench.bench.subject import Draws, Subject
 from workbench.bench.traffic import Meter, between, routed_bytes
-from workbench.case import PROFILES, Case, case_table
+from workbench.case import Case, case_table
 from workbench.errors import InputError
 from workbench.model.cost import cost_table
 from workbench.moe.config import MoEConfig
@@ -29,21 +31,15 @@ from workbench.moe.failures import CapacityError, ClosedError, PeerError
 from workbench.moe.group import PeerGroup
 
 GIB = 2**30
-EXPECTED = (InputError, CapacityError, gate.GateError, MemoryError, ImportError, torch.OutOfMemoryError)
+EXPECTED = (
+    InputError,
+    CapacityError,
+    gate.GateError,
+    MemoryError,
+    ImportError,
+    torch.OutOfMemoryError,
+)
 """What fails a case on every rank alike and leaves the ranks well."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How the cases of a sweep are measured. `device` is cpu or cuda; `trace_dir` is where each
-    rank's trace of one iteration goes, empty for none; `timeout_s` how long a rank waits."""
-
-    protocol: Protocol = Protocol()
-    seed: int = 0
-    device: str = "cpu"
-    dtype: str = "bfloat16"
-    timeout_s: float = 120.0
-    trace_dir: str = ""
 
 
 def measure_case(case: Case, group: PeerGroup, settings: Settings) -> OwnRecord:
@@ -64,26 +60,6 @@ def measure_case(case: Case, group: PeerGroup, settings: Settings) -> OwnRecord:
     provenance = _provenance(group, settings) | found.pop("provenance", {})
     provenance |= {"started": started.isoformat(timespec="seconds"), **seconds}
     return make_record(case, machine.device_label(settings.device), found, provenance)
-
-
-def make_record(
-    case: Case, device: str, found: Mapping[str, Any], provenance: Mapping[str, Any]
-) -> OwnRecord:
-    """A case's own record: `found` supplies what was measured, the rest stays null."""
-    missing = ("iterationMS", "forwardMS", "backwardMS", "usefulTFPerGPU", "meanTXGBps",
-               "meanRXGBps", "modeledHBMGBps", "peakAllocatedGiB", "peakReservedBytes",
-               "fastMath", "sharedSchedule")  # fmt: skip
-    names = ("id", "backend", "mode", "ep", "precision", "pipeline", "category", "F", "imbalance",
-             "profile", "layers", *SHAPE)  # fmt: skip
-    own = case.profile is not None and PROFILES.get(case.profile) != case.factors
-    return OwnRecord.model_validate(
-        dict.fromkeys(missing)
-        | {name: getattr(case, name) for name in names}
-        | {"origin": "measured", "implementation": "workbench", "device": device, "status": "ok"}
-        | ({"factors": list(case.factors)} if own else {})
-        | dict(found)
-        | {"provenance": dict(provenance)}
-    )
 
 
 def _measured(case: Case, group: PeerGroup, settings: Settings) -> dict[str, Any]:
@@ -145,6 +121,8 @@ def _checked(case: Case, subject: Subject, draws: Draws, context: Context) -> di
                      recomputed_P=[one["held"][1][layer] for one in everyone])
         for layer, count in enumerate(counts)
     ], axis=0)  # fmt: skip
+    for moved_PP in (rows_PP, counted_PP):
+        np.fill_diagonal(moved_PP, 0)  # a rank's own rows do not travel
     if (rows_PP != counted_PP).any():
         wrong.append(f"bytes moved {rows_PP.tolist()} must be those of the route table,"
                      f" {counted_PP.tolist()}")  # fmt: skip
@@ -258,5 +236,3 @@ def _git() -> Any:
     if not _git_state:
         _git_state.append(machine.git_state())
     return _git_state[0]
-
-

@@ -9,38 +9,17 @@ Legend: P ranks, W windows, I iterations of a window.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from workbench.errors import InputError
+from workbench.bench.job import Protocol
 
 Floats = npt.NDArray[np.float64]
 Step = Callable[[], Any]
 PERCENTILES = (20, 50, 80)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """How a case is timed; the defaults are those of the published GB300 study (2026-10-16).
-
-    `graphs` and `flush_l2` apply on a GPU only; a record says what was done. Raises InputError.
-    """
-
-    warmups: int = 10
-    windows: int = 5
-    iterations: int = 30
-    graphs: bool = True
-    flush_l2: bool = True
-
-    def __post_init__(self) -> None:
-        for name, least in (("warmups", 0), ("windows", 1), ("iterations", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name}={value} must be an integer of at least {least}")
 
 
 class CpuClock:
