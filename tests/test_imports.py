@@ -27,6 +27,7 @@ FLOW = (
     ("notebook",),
     ("grid", "study"),
     ("speed",),  # times the parts of the workbench, so it stands after all of them
+    ("sweeping",),
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(FLOW) for part in parts}

@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int) -> None:
-    """Asks the kernel for signal `number` when the parent process ends; Linux only, else nothing."""
+    """Asks the kernel for signal `number` when the parent process ends; on Linux only."""
     if sys.platform != "linux":
         return
     parent = os.getppid()

@@ -69,7 +69,7 @@ def compare(
     runs = load_run(a), load_run(b)
     if not runs[0].keys() & runs[1].keys():
         raise InputError(f"{a} and {b} have no case in common")
-    rows = [_row(name, *(run.get(name) for run in runs), metric, margin)
+    rows = [_row(name, runs[0].get(name), runs[1].get(name), metric, margin)
             for name in dict.fromkeys([*runs[0], *runs[1]])]  # fmt: skip
     columns = ["id", "aMS", "bMS", "ratio", "low", "high", "verdict", "why"]
     return pd.DataFrame(rows, columns=columns)

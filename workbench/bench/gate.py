@@ -118,7 +118,8 @@ def _layer_errors(
                   "dw13": np.stack([dw13[e] for e in weighed]),
                   "dw2": np.stack([dw2[e] for e in weighed])}  # fmt: skip
         index = [e - own[0] for e in weighed]
-        found |= {"dx": _exact(gradient["x"])[tokens], "dscores": _exact(gradient["scores"])[tokens],
+        found |= {"dx": _exact(gradient["x"])[tokens],
+                  "dscores": _exact(gradient["scores"])[tokens],
                   "dw13": _exact(gradient["w13"][index]),
                   "dw2": _exact(gradient["w2"][index])}  # fmt: skip
         if "shared_w13" in exact:
@@ -131,7 +132,7 @@ def _tokens(
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Of this rank's tokens and all that go to the weighed experts: x and dy, float64 [n, D], and
     the row of each (rank, token) in them, [P, T]."""
-    needed_PT = np.isin(ids, weighed).any(axis=2)
+    needed_PT: npt.NDArray[np.bool_] = np.asarray(np.isin(ids, weighed).any(axis=2))
     needed_PT[rank] = True
     row_PT = np.full(needed_PT.shape, -1)
     row_PT[needed_PT] = np.arange(needed_PT.sum())

@@ -13,7 +13,7 @@ from workbench.errors import InputError
 from workbench.files import write_atomic
 
 LOST, HUNG, UNWRITABLE = 3, 124, 74
-"""Exit codes of a worker: a peer is lost; a case did not end in time; a record cannot be written."""
+"""Exit codes of a worker: a peer is lost; a case took too long; a record cannot be written."""
 
 
 @dataclass(frozen=True, kw_only=True)

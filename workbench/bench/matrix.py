@@ -91,7 +91,7 @@ class MatrixFile(BaseModel):
 def load_matrix(name: str | Path) -> list[Case]:
     """The cases of `local`, `reference` or a YAML file. Raises InputError, one line."""
     if str(name) in NAMED:
-        return NAMED[str(name)]()  # type: ignore[operator, no-any-return]
+        return NAMED[str(name)]()
     path = Path(name)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -127,7 +127,7 @@ def _based(file: MatrixFile) -> list[Case]:
     wanted = {name: values for name in _LISTS if (values := getattr(file, name)) is not None}
     return [
         case
-        for case in NAMED[str(file.base)]()  # type: ignore[operator]
+        for case in NAMED[str(file.base)]()
         if all(getattr(case, name) in values for name, values in wanted.items())
         and not _excluded(file, {name: getattr(case, name) for name in _names()})
     ]

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from workbench.bench import gate, machine
-from workbench.bench.protocol import Floats, make_clock, measure, slowest, statistics
 from workbench.bench.job import Settings
 from workbench.bench.own import make_record
+from workbench.bench.protocol import Floats, make_clock, measure, slowest, statistics
 from workbench.bench.schema import OwnRecord
 from workbench.bench.subject import Draws, Subject
 from workbench.bench.traffic import Meter, between, routed_bytes
@@ -111,8 +111,10 @@ def _checked(case: Case, subject: Subject, draws: Draws, context: Context) -> di
     launches, context.log = [launch[1] for launch in context.log], None
     counts, subject.counts = [count.numpy() for count in subject.counts], None
     checked = gate.check(subject, draws)
-    mine = {"wrong": gate.faults(checked), "errors": checked["errors"], "held": held,
-            "rows": meter.rows_PP, "words": meter.words_PP, "host": os.uname().nodename}  # fmt: skip
+    mine = {
+        "wrong": gate.faults(checked), "errors": checked["errors"], "held": held,
+        "rows": meter.rows_PP, "words": meter.words_PP, "host": os.uname().nodename,
+    }  # fmt: skip
     everyone = group.gather_objects(mine)
     wrong = [f"rank {p}: {fault}" for p, one in enumerate(everyone) for fault in one["wrong"]]
     rows_PP = np.sum([one["rows"] for one in everyone], axis=0)

@@ -117,7 +117,8 @@ def open_sweep(
     check_ranks(cases, ranks, launch.nnodes)
     sweep = Sweep(folder, list(cases), settings or Settings(), launch, limit_s)
     state = {
-        "version": workbench.__version__, "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": workbench.__version__,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "limit_s": limit_s, "settings": asdict(sweep.settings),
         "cases": [asdict(case) for case in cases],
     }  # fmt: skip

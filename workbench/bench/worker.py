@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def main(folder_name: str, job_name: str) -> int:
 
 
 def _cases(job: Job, folder: Folder, rank: int) -> int:
-    group = make_group(job.settings.device, job.limit_s + 30)
+    group: Any = make_group(job.settings.device, job.limit_s + 30)
     for number, case in enumerate(job.cases):
         with _in_time(job.limit_s):
             if rank == 0:
