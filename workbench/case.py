@@ -34,7 +34,7 @@ PIPELINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """backend -> pipeline -> precisions it runs in."""
 
-LOCAL_SHAPE: Mapping[str, int] = {"T": 128, "D": 128, "E": 16, "K": 2, "sharedExperts": 1}
+LOCAL_SHAPE: Mapping[str, int] = {"T": 128, "D": 128, "E": 8, "K": 2, "sharedExperts": 1}
 """Shape of the local matrix: small enough for two CPU cores."""
 
 LOCAL_SYSTEMS = (("dist_moe", "standard", "bf16"), ("baseline", "alltoall", "bf16"))

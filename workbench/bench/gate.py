@@ -86,7 +86,8 @@ def _layer_errors(
         if not len(p):
             continue
         rows = row_PT[p, t]
-        w13, w2 = (_exact(w) for w in draws.expert(number, e))
+        drawn = subject.expert(number, e) if e in own else draws.expert(number, e)
+        w13, w2 = (_exact(w) for w in drawn)
         out_nD, gradients = oracle(
             x_nD[rows], np.zeros((len(p), 1), np.int64), routes.scores[p, t, k][:, None],
             w13[None], w2[None], dy_nD[rows] if subject.training else None,

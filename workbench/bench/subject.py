@@ -17,6 +17,8 @@ from workbench.moe.context import Context
 from workbench.moe.layer import SharedExpert
 from workbench.routing import Routes, case_routes
 
+KEPT = 2**24
+"""Elements of all ranks' tokens up to which they are drawn once and kept."""
 GRADIENTS = ("x", "scores", "w13", "w2", "shared_w13", "shared_w2")
 
 
@@ -26,6 +28,7 @@ class Draws:
     def __init__(self, case: Case, seed: int, device: str = "cpu") -> None:
         self.case, self.seed, self.device = case, seed, device
         self.dtype = torch.bfloat16
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def routes(self, layer: int) -> Routes:
         return case_routes(self.case, layer, self.seed)
@@ -33,7 +36,12 @@ class Draws:
     def tokens(self, rank: int) -> tuple[Tensor, Tensor]:
         """x [T, D] and the gradient of the output, dy [T, D]."""
         c = self.case
-        return tuple(self._normal(1.0, (0, rank, kind), c.T, c.D) for kind in (0, 1))  # type: ignore[return-value]
+        if rank in self._kept:
+            return self._kept[rank]
+        x_TD, dy_TD = (self._normal(1.0, (0, rank, kind), c.T, c.D) for kind in (0, 1))
+        if c.ep * c.T * c.D <= KEPT:
+            self._kept[rank] = x_TD, dy_TD
+        return x_TD, dy_TD
 
     def expert(self, layer: int, e: int) -> tuple[Tensor, Tensor]:
         """w13 [2F, D] and w2 [D, F] of a routed expert, std 1 / sqrt(inputs)."""
@@ -64,8 +72,8 @@ class Subject:
         (self.rank,) = context.group.hosted
         self.training = case.mode == "training"
         local = case.E // case.ep
-        self.x_TD, self.dy_TD = draws.tokens(self.rank)
-        self.x_TD.requires_grad_(self.training)
+        x_TD, self.dy_TD = draws.tokens(self.rank)
+        self.x_TD = x_TD.clone().requires_grad_(self.training)
         self.layers: list[dict[str, Any]] = []
         for number in range(case.layers):
             routes = draws.routes(number)
@@ -85,6 +93,11 @@ class Subject:
         self.y: list[Tensor] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.counts: list[Tensor] | None = None
+
+    def expert(self, layer: int, e: int) -> tuple[Tensor, Tensor]:
+        """w13 and w2 of an expert of this rank, as `Draws.expert` gives them."""
+        at = e - self.rank * (self.case.E // self.case.ep)
+        return self.layers[layer]["w13"][at], self.layers[layer]["w2"][at]
 
     def steps(self) -> dict[str, Any]:
         steps = {"forward": self.forward}
