@@ -1,4 +1,4 @@
-"""The main job: the report notebook through the strict runner, then its page."""
+"""The main job: the report and the time model's notebook through the strict runner, on one page."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +10,8 @@ from workbench.parameters import convert_all, notebook_parameters
 from workbench.parameters import parameters as checked
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "01_reference_report.ipynb"
+MODEL_NOTEBOOK = NOTEBOOK.with_name("02_model_vs_measured.ipynb")
+MODEL_FOLDER = "model"
 
 
 def build_report(
@@ -17,7 +19,8 @@ def build_report(
     parameters: Mapping[str, Any] | None = None,
     on_cell: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Execute the report notebook into `out_root`/<run id> and return the path of its index page.
+    """Execute the report notebook into `out_root`/<run id>, and notebook 02 into `model` below it
+    where the results can calibrate the time model. Returns the path of the index page.
 
     `out_root` defaults to outputs/runs; `parameters` are those of the notebook, as values or as
     texts. Raises InputError for bad input before anything is written, and NotebookError where a
@@ -26,14 +29,34 @@ def build_report(
     from workbench.report.index import add_notebook
     from workbench.report.report import ReportParameters, open_report
 
-    if not NOTEBOOK.is_file():
-        raise InputError(f"{NOTEBOOK}: not found; the notebooks come with the repository")
+    for notebook in (NOTEBOOK, MODEL_NOTEBOOK):
+        if not notebook.is_file():
+            raise InputError(f"{notebook}: not found; the notebooks come with the repository")
     given = convert_all(NOTEBOOK, notebook_parameters(NOTEBOOK), parameters or {})
-    open_report(checked(ReportParameters, given))
+    p = checked(ReportParameters, given)
+    open_report(p)
     folder = new_run_dir("report")
     if out_root is not None:
         folder = Path(out_root) / folder.name
     run = run_notebook(NOTEBOOK, folder, given, on_cell=on_cell)
     index = folder / "index.html"
     add_notebook(index, folder / str(run.executed))
+    if _calibrates(p.results):
+        passed = {"results": p.results, "formats": p.formats}
+        run = run_notebook(MODEL_NOTEBOOK, folder / MODEL_FOLDER, passed, on_cell=on_cell)
+        add_notebook(index, folder / MODEL_FOLDER / str(run.executed))
     return index
+
+
+def _calibrates(results: str) -> bool:
+    """Whether the cases of `results` (a path, or empty for the study) determine the time model."""
+    from workbench.bench.record import REFERENCE, load_table
+    from workbench.model.calibrate import check_enough, device_of, measured_cases
+
+    try:
+        table = measured_cases(load_table(results or REFERENCE))
+        check_enough(table)
+        device_of(table)
+    except InputError:
+        return False
+    return True

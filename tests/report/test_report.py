@@ -16,7 +16,7 @@ from workbench.notebook import MAX_BYTES, NotebookError
 from workbench.report.draw import figure_data
 from workbench.report.figures import FIGURES
 from workbench.report.report import ReportParameters, open_report
-from workbench.study import NOTEBOOK, build_report
+from workbench.study import MODEL_NOTEBOOK, NOTEBOOK, build_report
 
 SHA256 = "24bd0ff21754fb429eca41829929d655fe51ab86ee01e171cb4817ed3794e272"
 
@@ -68,7 +68,8 @@ def test_run_leaves_the_files_that_it_names(index):
     assert notebook.stat().st_size < MAX_BYTES
     assert notebook.stat().st_size > 100_000  # it holds the figures
     links = re.findall(r'<a href="([^"]+)"', markup(index))
-    assert len(links) == 3 * len(FIGURES) + 4
+    assert len(links) == 3 * len(FIGURES) + 5
+    assert f"model/{MODEL_NOTEBOOK.name}" in links
     assert [link for link in links if not (folder / link).is_file()] == []
     exported = load_table(folder / "data" / "results.json")
     assert set(exported["ep"]) == {8, 32}

@@ -54,7 +54,7 @@ img { max-width: 100%; }
 
 
 def write_index(report: Report, exported: Exported, folder: Path) -> Path:
-    """Write `folder`/index.html; `add_notebook` puts the executed notebook in. Returns its path."""
+    """Write `folder`/index.html; `add_notebook` puts executed notebooks in. Returns its path."""
     title = f"MoE Workbench report: {report.source.stem}"
     parts = [
         f"<h1>{html.escape(title)}</h1>",
@@ -81,14 +81,16 @@ def write_index(report: Report, exported: Exported, folder: Path) -> Path:
 
 
 def add_notebook(index: Path, notebook: Path) -> None:
-    """Put an executed notebook into an index page, with a link to the file."""
-    name = html.escape(notebook.name)
+    """Put an executed notebook into an index page, below those that it has, with a link to it."""
+    name = html.escape(notebook.relative_to(index.parent).as_posix())
     inner = html.escape(notebook_html(notebook))
     section = (
         f'<h2>Notebook</h2><p><a href="{name}">{name}</a></p><details><summary>Show the executed '
         f'notebook</summary><iframe title="notebook" srcdoc="{inner}"></iframe></details>'
     )
-    write_atomic(index, index.read_text(encoding="utf-8").replace(_NOTEBOOK, section, 1))
+    write_atomic(
+        index, index.read_text(encoding="utf-8").replace(_NOTEBOOK, section + _NOTEBOOK, 1)
+    )
 
 
 def notebook_html(notebook: Path) -> str:
