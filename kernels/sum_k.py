@@ -3,6 +3,7 @@
 Legend: T tokens, K experts per token, D hidden width.
 """
 
+import torch
 from torch import Tensor
 
 from .memory import for_experts
@@ -21,20 +22,23 @@ def sum_k_torch(
     if not decision[Decide.OK]:
         out_TD.fill_(float("nan"))
         return
-    T, K, _ = rows_TKD.shape
+    T, K, D = rows_TKD.shape
 
-    def tokens(_: int, start: int, end: int) -> None:
-        total_tD: Tensor | None = None
-        for k in range(K):
-            row_tD = rows_TKD[start:end, k].float()
-            if scores_TK is not None:
-                row_tD = row_tD * scores_TK[start:end, k, None]
-            total_tD = row_tD if total_tD is None else total_tD.add_(row_tD)
-        assert total_tD is not None
+    def block(_: int, start: int, end: int) -> None:
+        row_tD, total_tD = torch.empty(2, end - start, D).unbind()
+        total_tD.copy_(rows_TKD[start:end, 0])
+        if scores_TK is not None:
+            total_tD.mul_(scores_TK[start:end, 0, None])
+        for k in range(1, K):
+            row_tD.copy_(rows_TKD[start:end, k])
+            if scores_TK is None:
+                total_tD.add_(row_tD)
+            else:
+                total_tD.addcmul_(row_tD, scores_TK[start:end, k, None])
         out_TD[start:end] = total_tD
 
     # Blocks of tokens whose FP32 sums stay in cache.
-    for_experts(tokens, [*range(0, T, _TOKENS), T])
+    for_experts(block, [*range(0, T, _TOKENS), T])
 
 
 def take_dscores_torch(*, dscores_TK: Tensor, decision: Tensor, out_TK: Tensor) -> None:

@@ -10,8 +10,10 @@ from torch import Tensor
 from .memory import Peers, for_experts, rows_at
 from .words import Decide
 
+_ROWS = 128
 
-def swiglu_torch(*, arena_B: Tensor, decision: Tensor, starts_e: Tensor, act_RF: Tensor) -> None:
+
+def swiglu_torch(*, arena_B: Tensor, decision: Tensor, act_RF: Tensor) -> None:
     """act_RF[r] = silu(h1[r, :F]) * h1[r, F:] in FP32; h1_R2F lies where `decision` says."""
     words = decision.tolist()
     if not words[Decide.OK]:
@@ -19,19 +21,17 @@ def swiglu_torch(*, arena_B: Tensor, decision: Tensor, starts_e: Tensor, act_RF:
     F = act_RF.shape[1]
     h1_R2F = rows_at(arena_B, words[Decide.H1_AT], words[Decide.ROWS], 2 * F, act_RF.dtype)
 
-    def expert(_: int, start: int, end: int) -> None:
+    def block(_: int, start: int, end: int) -> None:
         h1_r2F = h1_R2F[start:end].float()
-        gate_rF = functional.silu(h1_r2F[:, :F])
-        act_RF[start:end] = gate_rF.mul_(h1_r2F[:, F:])
+        act_RF[start:end] = functional.silu(h1_r2F[:, :F]).mul_(h1_r2F[:, F:])
 
-    for_experts(expert, starts_e.tolist())
+    for_experts(block, _blocks(words[Decide.ROWS]))
 
 
 def swiglu_backward_torch(
     *,
     arena_B: Tensor,
     decision: Tensor,
-    starts_e: Tensor,
     rank_R: Tensor,
     row_R: Tensor,
     scores: Peers,
@@ -58,23 +58,26 @@ def swiglu_backward_torch(
     s_R1 = table_N1[from_R]
     ds_R1 = torch.empty_like(s_R1)
 
-    def expert(_: int, start: int, end: int) -> None:
-        h1_r2F = h1_R2F[start:end]
-        gate_rF, up_rF = h1_r2F[:, :F].float(), h1_r2F[:, F:].float()
-        s_r1 = s_R1[start:end]
-        g_rF = g_RF[start:end].float()
-        sigmoid_rF = torch.sigmoid(gate_rF)
-        silu_rF = gate_rF * sigmoid_rF
+    def block(_: int, start: int, end: int) -> None:
+        h1_r2F, s_r1 = h1_R2F[start:end], s_R1[start:end]
+        # Copies, in float32 too, as h1 is overwritten.
+        gate_rF, up_rF = h1_r2F.to(torch.float32, copy=True).split(F, dim=1)
+        g_rF = g_RF[start:end].to(torch.float32, copy=True)
+        silu_rF = functional.silu(gate_rF)
         act_rF = silu_rF * up_rF
-        torch.sum(act_rF * g_rF, 1, keepdim=True, out=ds_R1[start:end])
+        room_rF = act_rF * g_rF
+        torch.sum(room_rF, 1, keepdim=True, out=ds_R1[start:end])
         act_RF[start:end] = act_rF.mul_(s_r1)
-        g_rF = g_rF * s_r1
-        dup_rF = silu_rF * g_rF
-        # d silu = sigmoid * (1 + gate * (1 - sigmoid)) = sigmoid + silu * (1 - sigmoid)
-        slope_rF = silu_rF.addcmul_(silu_rF, sigmoid_rF, value=-1).add_(sigmoid_rF)
-        dgate_rF = slope_rF.mul_(up_rF).mul_(g_rF)
-        h1_r2F[:, :F] = dgate_rF
-        h1_r2F[:, F:] = dup_rF
+        g_rF.mul_(s_r1)
+        h1_r2F[:, F:] = silu_rF.mul_(g_rF)
+        g_rF.mul_(up_rF)
+        torch.ops.aten.silu_backward.grad_input(g_rF, gate_rF, grad_input=room_rF)
+        h1_r2F[:, :F] = room_rF
 
-    for_experts(expert, starts_e.tolist())
+    for_experts(block, _blocks(rows))
     back_N1[back_R] = ds_R1
+
+
+def _blocks(rows: int) -> list[int]:
+    """Rows are independent: blocks of them whose FP32 copies stay in cache."""
+    return [*range(0, rows, _ROWS), rows]

@@ -23,7 +23,7 @@ def w2_wgrad_torch(
         return
 
     def expert(e: int, start: int, end: int) -> None:
-        torch.mm(dy_RD[start:end].t(), act_RF[start:end], out=dw2_EDF[e])
+        torch.mm(_turned(dy_RD[start:end]), act_RF[start:end], out=dw2_EDF[e])
 
     for_experts(expert, starts_e.tolist(), empty=True)
 
@@ -42,6 +42,11 @@ def w13_wgrad_torch(
     dh1_R2F = rows_at(arena_B, words[Decide.H1_AT], rows, width, dtype)
 
     def expert(e: int, start: int, end: int) -> None:
-        torch.mm(dh1_R2F[start:end].t(), x_RD[start:end], out=dw13_E2FD[e])
+        torch.mm(_turned(dh1_R2F[start:end]), x_RD[start:end], out=dw13_E2FD[e])
 
     for_experts(expert, starts_e.tolist(), empty=True)
+
+
+def _turned(rows: Tensor) -> Tensor:
+    """The transpose, laid out: with AMX, a copy and a product beat a transposed product."""
+    return rows.t().contiguous()

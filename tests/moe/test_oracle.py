@@ -1,4 +1,4 @@
-"""The oracle itself, against torch's autograd on a per-token formula and against finite differences."""
+"""The oracle itself, against torch's autograd token by token and against finite differences."""
 
 import numpy as np
 import pytest

@@ -121,8 +121,8 @@ class _RoutedExperts(torch.autograd.Function):
         T, E = config.T, config.local_experts
         dx_TD = torch.empty_like(dy_TD, memory_format=torch.contiguous_format)
         dscores_TK = torch.empty(dy_TD.shape[0], config.K, dtype=torch.float32)
-        dw13_E2FD = torch.empty_like(w13_E2FD) if ctx.needs_input_grad[2] else None
-        dw2_EDF = torch.empty_like(w2_EDF) if ctx.needs_input_grad[3] else None
+        dw13_E2FD = context.lender.empty_like(w13_E2FD) if ctx.needs_input_grad[2] else None
+        dw2_EDF = context.lender.empty_like(w2_EDF) if ctx.needs_input_grad[3] else None
         for v, step in enumerate(steps):
             step.dy_TD, step.dx_TD = _part(dy_TD, v, T), _part(dx_TD, v, T)
             step.dscores_TK = _part(dscores_TK, v, T)

@@ -21,6 +21,7 @@ from workbench.moe.config import MoEConfig
 from workbench.moe.executor_torch import Dry, Launch, TorchExecutor
 from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import PeerGroup, VirtualGroup
+from workbench.moe.pages import Lender
 from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Phase, Pipeline
 from workbench.moe.plan_ours import OursPlan, plan_ours
 from workbench.moe.step import Executor, RankMemory, Step, splits
@@ -43,6 +44,8 @@ class Context:
             for rank in group.hosted
         }
         self.executor = TorchExecutor()
+        self.lender = Lender()
+        """Lends the weights' gradients."""
         self.timer: Callable[[str, float], None] | None = None
         self._closed: str | None = None
         self._held: set[int] = set()
@@ -71,6 +74,7 @@ class Context:
         for memory in self._memory.values():
             memory.release()
         self._memory.clear()
+        self.lender.clear()
 
     @property
     def log(self) -> list[Launch] | None:
@@ -99,19 +103,19 @@ class Context:
         }
 
     def counts(self, entry: int) -> Tensor:
-        """Rows that each rank sent to each expert in the last forward of `entry`, [P, E]; a copy."""
+        """Rows that each rank sent to each expert in the last forward of `entry`, int64 [P, E]."""
         return self.memory(self.group.hosted[0]).own(f"counts_PE.{entry}").clone()
 
     def poison(self) -> None:
-        """Fills what holds nothing (all but words and what awaits a backward) with NaN; a test aid."""
+        """Fills all but words and what awaits a backward with NaN; a test aid."""
+        kept = [r for r in self.plan.regions.values() if self._keeps(r.name, r.part)]
         for rank in self.group.hosted:
-            memory = self.memory(rank)
-            kept = [memory.own(r.name).reshape(-1).view(torch.uint8).clone() if keep else None
-                    for r in self.plan.regions.values() for keep in [self._keeps(r.name, r.part)]]  # fmt: skip
-            memory.arena_B.fill_(0xFF)
-            for region, bytes_ in zip(self.plan.regions.values(), kept, strict=True):
-                if bytes_ is not None:
-                    memory.own(region.name).reshape(-1).view(torch.uint8).copy_(bytes_)
+            arena_B = self.memory(rank).arena_B
+            before_B = arena_B.clone()
+            arena_B.fill_(0xFF)
+            for region in kept:
+                part = slice(region.offset, region.offset + region.nbytes)
+                arena_B[part] = before_B[part]
 
     def _keeps(self, name: str, part: str) -> bool:
         entry = name.rpartition(".")[2]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workbench.errors import InputError
 from workbench.moe.failures import ClosedError, PeerError
+from workbench.moe.pages import advise_huge, huge_pages
 
 Splits = Sequence[int]
 
@@ -68,7 +69,7 @@ class VirtualGroup:
         self.hosted = tuple(range(size))
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        arenas_PB = torch.zeros(self.size, nbytes, dtype=torch.uint8)
+        arenas_PB = _tensor(huge_pages(self.size * nbytes), self.size)
         return arenas_PB, _bases(arenas_PB)
 
     def barrier(self, where: str) -> None:
@@ -135,7 +136,7 @@ class CollectiveGroup:
         return self.hosted[0]
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        arenas_1B = torch.zeros(1, nbytes, dtype=torch.uint8)
+        arenas_1B = _tensor(huge_pages(nbytes), 1)
         return arenas_1B, _bases(arenas_1B)
 
     def barrier(self, where: str) -> None:
@@ -251,11 +252,12 @@ class SharedGroup(CollectiveGroup):
                 else os.open(f"/proc/{self._pids[0]}/fd/{maker}", os.O_RDWR | os.O_CLOEXEC)
             )
             view = mmap.mmap(opened, total)
+            advise_huge(view)
             self.gather_objects(None)
         finally:
             for descriptor in {file, opened} - {None}:
                 os.close(descriptor)  # type: ignore[arg-type]
-        arenas_PB = torch.frombuffer(view, dtype=torch.uint8).view(self.size, nbytes)
+        arenas_PB = _tensor(view, self.size)
         return arenas_PB, _bases(arenas_PB)
 
     def barrier(self, where: str) -> None:
@@ -317,6 +319,10 @@ class NvlinkGroup(CollectiveGroup):
 
 
 KINDS = {g.kind: g for g in (VirtualGroup, SharedGroup, NvlinkGroup, CollectiveGroup)}
+
+
+def _tensor(memory: mmap.mmap, ranks: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8).view(ranks, -1)
 
 
 def _bases(arenas_PB: Tensor) -> Tensor:
