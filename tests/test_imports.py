@@ -119,7 +119,7 @@ def test_an_import_against_the_flow_is_found(source: str, module: str, wrong: st
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from workbench.moe import plan\nfrom workbench.bench.record import Record", "model.cost"),
+        ("from workbench.moe import plan\nfrom workbench.bench.record import Record", "model.fit"),
         ("from . import cost\nfrom ..errors import InputError", "model.roofline"),
         ("from .tile import x\nimport torch", "kernels.gemm"),
         ("from workbench import __version__", "cli"),
