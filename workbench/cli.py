@@ -171,6 +171,10 @@ def report_command(
         Path | None,
         typer.Option("--out", metavar="DIR", help="Where run folders go [default: outputs/runs]."),
     ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Also measure the local matrix on two ranks of this machine."),
+    ] = False,
     show: Annotated[
         bool, typer.Option("--show-parameters", help="List the report's parameters and stop.")
     ] = False,
@@ -194,7 +198,7 @@ def report_command(
     if len(points) > 1:
         raise InputError("a report has one value per parameter; `workbench run` makes grids")
     with reported(NOTEBOOK.name) as on_cell:
-        print(build_report(out, points[0], on_cell))
+        print(build_report(out, points[0], on_cell, sweep))
 
 
 @app.command("predict")

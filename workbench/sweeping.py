@@ -276,5 +276,3 @@ def _setting(text: str) -> tuple[str, str]:
     if not (name and equals):
         raise InputError(f"beside-env={text!r} must be NAME=VALUE")
     return name, value
-
-

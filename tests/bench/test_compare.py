@@ -91,7 +91,7 @@ def test_a_record_is_checked_when_written_and_read(tmp_path):
     assert read_record(path).id == CASES[0].id
     for cut in (0, 1, len(whole) // 2, len(whole) - 2):
         path.write_bytes(whole[:cut])
-        with pytest.raises(InputError, match="record.json: "):
+        with pytest.raises(InputError, match=r"record\.json: "):
             read_record(path)
     path.write_bytes(whole)
     moved = path.rename(path.with_name("other.record.json"))
@@ -99,6 +99,6 @@ def test_a_record_is_checked_when_written_and_read(tmp_path):
         read_record(moved)
     record = make_record(CASES[0], "CPU", {"iterationMS": 1.0, "forwardMS": 1.0}, {})
     bad = record.model_copy(update={"iterationMS": -1.0})
-    with pytest.raises(InputError, match="iterationMS=-1.0"):
+    with pytest.raises(InputError, match=r"iterationMS=-1\.0"):
         write_record(bad, tmp_path / "bad.record.json")
     assert not (tmp_path / "bad.record.json").exists()

@@ -39,8 +39,8 @@ def test_right_values_pass(monkeypatch, full):
     record = run()
     assert record.status == "ok", record.reason
     checked = record.provenance["checked"]
-    assert checked["checked"] == ("all" if full else
-                                  "4 tokens and 1 expert per layer and rank, drawn by the seed")  # fmt: skip
+    sampled = "4 tokens and 1 expert per layer and rank, drawn by the seed"
+    assert checked["checked"] == ("all" if full else sampled)
     wanted = {"y", "dx", "dscores", "dw13", "dw2"}
     assert checked["errors"].keys() == (wanted | {"shared_w13", "shared_w2"} if full else wanted)
 

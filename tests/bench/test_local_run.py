@@ -60,7 +60,8 @@ def test_the_matrix_has_what_it_should():
         packing = [c for c in of if c.category == "packing"]
         assert {(c.layers, c.mode, c.scratchFactor) for c in packing} == {(10, "training", 8.0)}
         assert {c.profile for c in packing} == {"A2", "B2"}
-        assert {c.slotFactor for c in packing} == (PACKING_SLOTS if pipeline == "standard" else {2.5})
+        slots = PACKING_SLOTS if pipeline == "standard" else {2.5}
+        assert {c.slotFactor for c in packing} == slots
     assert max(max(c.factors) for c in two) <= 2
     assert len({case.id for case in cases}) == len(cases)
 

@@ -105,5 +105,5 @@ def test_folders_that_are_refused(tmp_path):
     assert open_sweep(out, ranks=2, resume=True).cases == cases
     state = json.loads((out / "sweep.json").read_text())
     (out / "sweep.json").write_text(json.dumps(state | {"version": "0.0.9"}))
-    with pytest.raises(InputError, match="of moe-workbench 0.0.9, must be of 0.1.0"):
+    with pytest.raises(InputError, match=r"of moe-workbench 0\.0\.9, must be of"):
         open_sweep(out, ranks=2, resume=True)
