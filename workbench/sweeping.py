@@ -100,13 +100,16 @@ def sweep_command(
         protocol=Protocol(warmups=warmups, windows=windows, iterations=iterations),
         seed=seed, device=device, trace_dir=str(folder / "traces") if trace else "",
     )  # fmt: skip
-    prefix = ("srun", f"--nodes={nnodes}", "--ntasks-per-node=1") if in_job else ()
+    prefix = ()
+    if in_job:
+        prefix = ("srun", f"--nodes={nnodes}", "--ntasks-per-node=1", "--cpu-bind=none")
     launch = Launch(nnodes=nnodes, rdzv=rdzv, prefix=prefix, local_addr=local_addr)
     follower = nnodes > 1 and not in_job and not slurm
     known = (folder / "sweep.json").exists() and (resume or follower)
     cases = [] if known else load_matrix(matrix)
     opened = open_sweep(
-        folder, cases, settings=settings, launch=launch if not slurm else Launch(), ranks=ranks,
+        folder, cases, settings=settings, launch=Launch() if slurm else launch,
+        ranks=10**6 if slurm and ranks is None else ranks,  # the nodes' ranks are found there
         limit_s=limit_s, resume=resume or follower,
     )  # fmt: skip
     if slurm:

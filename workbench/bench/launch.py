@@ -68,7 +68,7 @@ class JobRun:
     ) -> None:
         self.job, self.folder, self.on_event = job, folder, on_event
         self._hung = False
-        self._reader = _Events(folder.events, job.name)
+        self._reader = Events(folder.events, job.name)
         self._log = folder.logs / f"{job.name}.torchrun.log"
         try:
             path = job.write(folder.path)
@@ -156,10 +156,10 @@ def _environment(job: Job, launch: Launch) -> dict[str, str]:
             **dict(launch.environment)}  # fmt: skip
 
 
-class _Events:
-    """New lines of the events file that belong to a job; `running` is the case in the works."""
+class Events:
+    """New lines of the events file, of one job or of all; `running` is the case in the works."""
 
-    def __init__(self, path: Path, job: str) -> None:
+    def __init__(self, path: Path, job: str = "") -> None:
         self.path, self.job, self.running, self.since = path, job, "", 0.0
         self._at = path.stat().st_size if path.exists() else 0
 
@@ -170,7 +170,8 @@ class _Events:
             file.seek(self._at)
             *lines, rest = file.read().split(b"\n")
             self._at = file.tell() - len(rest)
-        found = [event for event in map(_parsed, lines) if event.get("job") == self.job]
+        said = [event for event in map(_parsed, lines) if "case" in event]
+        found = [event for event in said if not self.job or event["job"] == self.job]
         for event in found:
             started = event["event"] == "start"
             self.running, self.since = event["case"] if started else "", time.monotonic()

@@ -66,8 +66,8 @@ def measure(p: SweepParameters, folder: Path) -> Sweep:
     )  # fmt: skip
     slurm = p.launcher == "slurm"
     sweep = open_sweep(
-        path, load_matrix(p.matrix), settings=settings, ranks=p.ranks or None, limit_s=p.limit_s,
-        launch=Launch(), resume=resume,
+        path, load_matrix(p.matrix), settings=settings, launch=Launch(), resume=resume,
+        ranks=p.ranks or (10**6 if slurm else None), limit_s=p.limit_s,
     )  # fmt: skip
     with _shown(live=not p.out_dir) as tell:
         if slurm:
