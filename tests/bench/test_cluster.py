@@ -1,6 +1,7 @@
 """Beyond one driver on one host: a real SLURM of one node, and two hosts as network namespaces."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -142,6 +143,11 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
         ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1],
            "netns", names[1])  # fmt: skip
         for n, name in enumerate(names):
+            # what `ip netns exec` lays over /etc/hosts: hosts know one another's names
+            own = Path("/etc/netns", name)
+            own.mkdir(parents=True)
+            lines = ["127.0.0.1 localhost", *(f"10.77.0.{k + 1} {o}" for k, o in enumerate(names))]
+            (own / "hosts").write_text("\n".join(lines) + "\n")
             ip("-n", name, "addr", "add", f"10.77.0.{n + 1}/24", "dev", name)
             ip("-n", name, "link", "set", name, "up")
             ip("-n", name, "link", "set", "lo", "up")
@@ -149,6 +155,7 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
 def test_two_hosts_meet_by_rendezvous(

@@ -69,7 +69,8 @@ class JobRun:
         self.job, self.folder, self.on_event = job, folder, on_event
         self._hung = False
         self._reader = Events(folder.events, job.name)
-        self._log = folder.logs / f"{job.name}.torchrun.log"
+        host = f".{os.uname().nodename}" if launch.nnodes > 1 else ""
+        self._log = folder.logs / f"{job.name}{host}.torchrun.log"
         try:
             path = job.write(folder.path)
             self._log.parent.mkdir(parents=True, exist_ok=True)
