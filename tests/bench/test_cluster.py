@@ -63,7 +63,8 @@ def test_slurm_submit_cancel_resume(slurm: SlurmNode, matrix: Path, tmp_path: Pa
     first = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
     while not list(out.glob("records/*.record.json")):
-        assert time.monotonic() < end and first.poll() is None
+        assert time.monotonic() < end
+        assert first.poll() is None
         time.sleep(0.01)
     (job,) = subprocess.run(["squeue", "-h", "-o", "%i"], env=environment, text=True,
                             capture_output=True, check=True).stdout.split()  # fmt: skip
@@ -95,7 +96,8 @@ def test_slurm_requeue_goes_on(slurm: SlurmNode, matrix: Path, tmp_path: Path) -
     watcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
     while not list(out.glob("records/*.record.json")):
-        assert time.monotonic() < end and watcher.poll() is None
+        assert time.monotonic() < end
+        assert watcher.poll() is None
         time.sleep(0.01)
     (job,) = subprocess.run(["squeue", "-h", "-o", "%i"], env=environment, text=True,
                             capture_output=True, check=True).stdout.split()  # fmt: skip

@@ -20,7 +20,9 @@ from workbench.bench.job import HUNG, UNWRITABLE, Folder, Job
 from workbench.errors import InputError
 
 GRACE_S = 10.0
-"""Beyond a case's time limit, until ranks that did not end themselves are killed."""
+"""Beyond a case's time limit, until ranks that did not end themselves are ended."""
+END_S = 5.0
+"""From the request to end to the end by force."""
 
 _ROOT = re.compile(r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL)
 
@@ -103,7 +105,7 @@ class JobRun:
             return
         try:
             os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=END_S)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

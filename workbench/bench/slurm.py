@@ -80,9 +80,7 @@ def cancel(job: str) -> None:
     subprocess.run(["scancel", "--full", job], check=False)
 
 
-def watch(
-    sweep: Sweep, job: str, on_progress: Callable[[Progress], None] = lambda _: None
-) -> None:
+def watch(sweep: Sweep, job: str, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
     """Until the job is gone from the queue, with progress as its cases end; through a requeue too.
     Ctrl-C cancels the job and is passed on. Raises SweepError where it ended with cases left."""
     teller = Teller(sweep, sweep.left(), on_progress)
