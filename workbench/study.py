@@ -1,4 +1,4 @@
-"""The main job: report, time model and local sweep through the strict runner, on one page."""
+"""The main job: report, time model, explorers and local sweep by the strict runner, on one page."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +16,9 @@ SWEEP_NOTEBOOK = NOTEBOOK.with_name("06_sweep.ipynb")
 SWEEP_FOLDER = "measured"
 SHORT = {"warmups": 2, "windows": 5, "iterations": 4}
 """Protocol of the main job's own measurements: short, so that it ends within minutes."""
+EXPLORERS = tuple(
+    NOTEBOOK.with_name(f"{name}.ipynb") for name in ("03_imbalance", "04_width", "05_precision")
+)
 
 
 def build_report(
@@ -24,9 +27,10 @@ def build_report(
     on_cell: Callable[[int, int], None] | None = None,
     sweep: bool = False,
 ) -> Path:
-    """Execute the report notebook into `out_root`/<run id>, notebook 02 into `model` below it where
-    the results can calibrate the time model, and with `sweep` notebook 06 into `measured`: the
-    local matrix on this machine. Returns the path of the index page.
+    """Execute the report notebook into `out_root`/<run id>, and notebook 02 into `model` below it
+    where the results can calibrate the time model, the explorers' notebooks into a folder each, and
+    with `sweep` notebook 06 into `measured`: the local matrix on this machine. Returns the path of
+    the index page.
 
     `out_root` defaults to outputs/runs; `parameters` are those of the notebook, as values or as
     texts. Raises InputError for bad input before anything is written, and NotebookError where a
@@ -35,7 +39,7 @@ def build_report(
     from workbench.report.index import add_measured, add_notebook
     from workbench.report.report import ReportParameters, open_report
 
-    for notebook in (NOTEBOOK, MODEL_NOTEBOOK, SWEEP_NOTEBOOK):
+    for notebook in (NOTEBOOK, MODEL_NOTEBOOK, SWEEP_NOTEBOOK, *EXPLORERS):
         if not notebook.is_file():
             raise InputError(f"{notebook}: not found; the notebooks come with the repository")
     given = convert_all(NOTEBOOK, notebook_parameters(NOTEBOOK), parameters or {})
@@ -51,6 +55,10 @@ def build_report(
         passed = {"results": p.results, "formats": p.formats}
         run = run_notebook(MODEL_NOTEBOOK, folder / MODEL_FOLDER, passed, on_cell=on_cell)
         add_notebook(index, folder / MODEL_FOLDER / str(run.executed))
+    for notebook in EXPLORERS:
+        passed = {"results": p.results} if p.results else {}
+        run = run_notebook(notebook, folder / notebook.stem, passed, on_cell=on_cell)
+        add_notebook(index, folder / notebook.stem / str(run.executed))
     if sweep:
         measured = folder / SWEEP_FOLDER
         run = run_notebook(SWEEP_NOTEBOOK, measured, SHORT | {"formats": p.formats},

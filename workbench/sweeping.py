@@ -100,7 +100,7 @@ def sweep_command(
         protocol=Protocol(warmups=warmups, windows=windows, iterations=iterations),
         seed=seed, device=device, trace_dir=str(folder / "traces") if trace else "",
     )  # fmt: skip
-    prefix = ()
+    prefix: tuple[str, ...] = ()
     if in_job:
         prefix = ("srun", f"--nodes={nnodes}", "--ntasks-per-node=1", "--cpu-bind=none")
     launch = Launch(nnodes=nnodes, rdzv=rdzv, prefix=prefix, local_addr=local_addr)

@@ -61,7 +61,8 @@ class SlurmNode:
         (folder / "slurm.conf").write_text(text)
         self._run("munged", "--foreground", "--force", f"--socket={folder}/munge.socket",
                   f"--key-file={folder}/munge.key", f"--pid-file={folder}/munged.pid",
-                  f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed")  # fmt: skip
+                  f"--log-file={folder}/munged.log",
+                  f"--seed-file={folder}/munged.seed")  # fmt: skip
         _until(lambda: (folder / "munge.socket").exists(), "munge starts")
         self._run("slurmctld", "-D", "-c")
         _until(lambda: self._says("scontrol", "ping").find("UP") > 0, "slurmctld answers")

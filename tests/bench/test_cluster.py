@@ -118,7 +118,8 @@ def test_slurm_requeue_goes_on(slurm: SlurmNode, matrix: Path, tmp_path: Path) -
 def test_slurm_that_is_not_there_or_refuses(slurm: SlurmNode, matrix: Path, tmp_path: Path) -> None:
     command = [*COMMAND, str(matrix), "--slurm", *SHORT]
     nothing = subprocess.run([*command, "--out", str(tmp_path / "a")], text=True, check=False,
-                             capture_output=True, env=os.environ | {"PATH": "/nowhere"})  # fmt: skip
+                             capture_output=True,
+                             env=os.environ | {"PATH": "/nowhere"})  # fmt: skip
     assert nothing.returncode == 2
     assert nothing.stderr == "error: --slurm needs sbatch on the PATH, and there is none\n"
     refused = subprocess.run(
