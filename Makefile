@@ -1,4 +1,5 @@
-# Two commands: `make run` reproduces the study's report, `make test` checks the code.
+# Two commands: `make run` reproduces the study's report and measures the layer on this machine,
+# `make test` checks the code.
 VENV := .venv
 PY := $(VENV)/bin/python
 PINS := pyproject.toml constraints-cpu.txt constraints-cuda.txt tools/install
@@ -6,14 +7,14 @@ PINS := pyproject.toml constraints-cpu.txt constraints-cuda.txt tools/install
 .PHONY: help run test lab clean
 
 help:
-	@echo "make run    install what is missing, then write the report and print the path of its page"
+	@echo "make run    install what is missing, write the report, measure, print the path of its page"
 	@echo "make test   lint, type check and tests in the same environment"
 	@echo "make lab    open JupyterLab on the index of the notebooks"
 	@echo "make clean  remove .venv and caches; outputs/ stays"
 	@echo "PYTHON=python3.12 make run picks the Python that .venv is made with"
 
 run: $(VENV)/.run $(VENV)/.browser
-	$(VENV)/bin/workbench report
+	$(VENV)/bin/workbench report --sweep
 
 test: $(VENV)/.test $(VENV)/.browser
 	$(PY) -m ruff check .

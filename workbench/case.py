@@ -38,6 +38,12 @@ PIPELINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """backend -> pipeline -> precisions it runs in."""
 
+LOCAL_SHAPE: Mapping[str, int] = {"T": 128, "D": 128, "E": 8, "K": 2, "sharedExperts": 1}
+"""Shape of the local matrix: small enough for two CPU cores."""
+
+LOCAL_SYSTEMS = (("dist_moe", "standard", "bf16"), ("baseline", "alltoall", "bf16"))
+"""Systems that run without a GPU: (backend, pipeline, precision)."""
+
 MODES = ("inference", "training")
 CATEGORIES = ("single_layer", "width", "packing")
 
@@ -220,6 +226,41 @@ def reference_matrix() -> list[Case]:
         cases,
         key=lambda c: (c.mode, str(c.ep), c.precision, c.pipeline, c.category, c.label, c.F),
     )
+
+
+def scaled_profile(name: str, ep: int) -> tuple[float, ...]:
+    """A profile of the study for a small EP: 1 stays 1 and factor 8, its hottest load, becomes ep,
+    on a straight line, to 3 decimals."""
+    _one_of("profile", name, PROFILES)
+    return tuple(round(1 + (factor - 1) * (ep - 1) / 7, 3) for factor in PROFILES[name])
+
+
+def local_matrix(
+    ep: int = 2, systems: Iterable[tuple[str, str, str]] = LOCAL_SYSTEMS
+) -> list[Case]:
+    """What runs on any machine: per system (backend, pipeline, precision) and mode, imbalance 1 and
+    `ep` and two widths; in training 10 layers with the study's profiles scaled to `ep`, in a slot
+    of factor 2.5 and again in one that is too small, for a system that has a slot; then a few
+    cases at EP 1, without which no model can be calibrated."""
+    cases = []
+    for backend, pipeline, precision in systems:
+        for mode in MODES:
+            system: dict[str, Any] = {
+                "backend": backend, "mode": mode, "ep": ep, "precision": precision,
+                "pipeline": pipeline, "F": 128, **LOCAL_SHAPE,
+            }  # fmt: skip
+            cases += [Case(**system, imbalance=float(i)) for i in dict.fromkeys((1, ep))]
+            cases += [Case(**system | {"F": F}, category="width") for F in (64, 128)]
+            if mode == "training":
+                slots = (2.5, 0.5) if backend == "dist_moe" else (2.5,)
+                cases += [
+                    Case(**system, category="packing", profile=f"{name}{ep}", slotFactor=slot,
+                         factors=scaled_profile(name, ep))
+                    for slot in slots for name in PROFILES
+                ]  # fmt: skip
+            if backend == "dist_moe" and ep > 1:
+                cases += [Case(**system | {"ep": 1, "F": F}, category="width") for F in (64, 128)]
+    return sorted(cases, key=lambda case: case.ep)
 
 
 def _check(ok: bool, field: str, value: object, rule: str) -> None:

@@ -11,6 +11,7 @@ import typer
 
 import workbench
 from workbench.errors import InputError
+from workbench.sweeping import compare_command, sweep_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +29,8 @@ bench = typer.Typer(
     "named figures.",
 )
 app.add_typer(bench, name="bench")
+app.command("sweep")(sweep_command)
+app.command("compare")(compare_command)
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON line of named figures.")]
 
@@ -168,6 +171,10 @@ def report_command(
         Path | None,
         typer.Option("--out", metavar="DIR", help="Where run folders go [default: outputs/runs]."),
     ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Also measure the local matrix on two ranks of this machine."),
+    ] = False,
     show: Annotated[
         bool, typer.Option("--show-parameters", help="List the report's parameters and stop.")
     ] = False,
@@ -191,7 +198,7 @@ def report_command(
     if len(points) > 1:
         raise InputError("a report has one value per parameter; `workbench run` makes grids")
     with reported(NOTEBOOK.name) as on_cell:
-        print(build_report(out, points[0], on_cell))
+        print(build_report(out, points[0], on_cell, sweep))
 
 
 @app.command("predict")
@@ -372,6 +379,14 @@ def bench_runner(repeats: int = 3, as_json: Json = False) -> None:
     print_figures(figures, as_json)
 
 
+@bench.command("sweep")
+def bench_sweep_command(as_json: Json = False) -> None:
+    """Time that the harness of a sweep adds to a case, on the local matrix."""
+    from workbench.sweeping import bench_sweep
+
+    print_figures(bench_sweep(), as_json)
+
+
 def main() -> None:
     """The `workbench` command. Bad input is one line on stderr and exit code 2."""
     import signal
@@ -389,7 +404,7 @@ def main() -> None:
 
 def _bare_resume(args: list[str]) -> list[str]:
     """`--resume` without a run id means the latest run; typer has no option with optional value."""
-    if "--resume" not in args:
+    if "--resume" not in args or args[:1] != ["run"]:
         return args
     at = args.index("--resume")
     value = args[at + 1 : at + 2]

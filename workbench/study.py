@@ -1,4 +1,4 @@
-"""The main job: report, time model and explorers through the strict runner, on one page."""
+"""The main job: report, time model, explorers and local sweep by the strict runner, on one page."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +12,10 @@ from workbench.parameters import parameters as checked
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "01_reference_report.ipynb"
 MODEL_NOTEBOOK = NOTEBOOK.with_name("02_model_vs_measured.ipynb")
 MODEL_FOLDER = "model"
+SWEEP_NOTEBOOK = NOTEBOOK.with_name("06_sweep.ipynb")
+SWEEP_FOLDER = "measured"
+SHORT = {"warmups": 2, "windows": 5, "iterations": 4}
+"""Protocol of the main job's own measurements: short, so that it ends within minutes."""
 EXPLORERS = tuple(
     NOTEBOOK.with_name(f"{name}.ipynb") for name in ("03_imbalance", "04_width", "05_precision")
 )
@@ -21,19 +25,21 @@ def build_report(
     out_root: str | Path | None = None,
     parameters: Mapping[str, Any] | None = None,
     on_cell: Callable[[int, int], None] | None = None,
+    sweep: bool = False,
 ) -> Path:
     """Execute the report notebook into `out_root`/<run id>, and notebook 02 into `model` below it
-    where the results can calibrate the time model, and the explorers' notebooks into a folder each.
-    Returns the path of the index page.
+    where the results can calibrate the time model, the explorers' notebooks into a folder each, and
+    with `sweep` notebook 06 into `measured`: the local matrix on this machine. Returns the path of
+    the index page.
 
     `out_root` defaults to outputs/runs; `parameters` are those of the notebook, as values or as
     texts. Raises InputError for bad input before anything is written, and NotebookError where a
     cell fails.
     """
-    from workbench.report.index import add_notebook
+    from workbench.report.index import add_measured, add_notebook
     from workbench.report.report import ReportParameters, open_report
 
-    for notebook in (NOTEBOOK, MODEL_NOTEBOOK, *EXPLORERS):
+    for notebook in (NOTEBOOK, MODEL_NOTEBOOK, SWEEP_NOTEBOOK, *EXPLORERS):
         if not notebook.is_file():
             raise InputError(f"{notebook}: not found; the notebooks come with the repository")
     given = convert_all(NOTEBOOK, notebook_parameters(NOTEBOOK), parameters or {})
@@ -53,6 +59,12 @@ def build_report(
         passed = {"results": p.results} if p.results else {}
         run = run_notebook(notebook, folder / notebook.stem, passed, on_cell=on_cell)
         add_notebook(index, folder / notebook.stem / str(run.executed))
+    if sweep:
+        measured = folder / SWEEP_FOLDER
+        run = run_notebook(SWEEP_NOTEBOOK, measured, SHORT | {"formats": p.formats},
+                           on_cell=on_cell)  # fmt: skip
+        add_measured(index, measured)
+        add_notebook(index, measured / str(run.executed))
     return index
 
 

@@ -121,7 +121,10 @@ class Record(_Model):
 
 
 class OwnRecord(Record):
-    """A record in a file of its own: it states what a case in a result file takes from `meta`."""
+    """A record in a file of its own: it states what a case in a result file takes from `meta`.
+
+    `factors` has the imbalance of each layer where the profile is not one of the study's.
+    """
 
     origin: Origin
     implementation: str
@@ -131,6 +134,11 @@ class OwnRecord(Record):
     E: Count
     K: Count
     sharedExperts: Annotated[int, Field(ge=0)]
+    factors: Annotated[list[Rate], Field(min_length=1)] | None = None
+
+    def case(self, meta: Mapping[str, Any] | None = None) -> Case:
+        own = {} if self.factors is None else {str(self.profile): self.factors}
+        return super().case({"profiles": own} | dict(meta or {}))
 
 
 _CASE_FIELDS = ("backend", "mode", "ep", "precision", "pipeline", "category", "F", "imbalance",

@@ -62,7 +62,9 @@ def predict_table(
     Raises InputError for a pipeline without a record and a device without the peak or NIC.
     """
     table = cases if isinstance(cases, pd.DataFrame) else case_table(list(cases))
-    own = load_hardware(calibration.device)
+    # a device of one's own is in no file: it comes with the call
+    its_own = device is not None and device.name == calibration.device
+    own = device if its_own and device is not None else load_hardware(calibration.device)
     hardware = device or own
     count = len(table)
     out: dict[str, Array] = {name: np.full(count, np.nan) for name in (*TIMES, *_FLOORS_AND_LOAD)}

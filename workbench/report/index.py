@@ -4,6 +4,7 @@ plotly is embedded once and draws every figure; the executed notebook is a page 
 Links lead to the files beside it.
 """
 
+import base64
 import html
 import logging
 from importlib.metadata import files
@@ -14,6 +15,7 @@ import pandas as pd
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
+from workbench.bench.record import load_table
 from workbench.files import write_atomic
 from workbench.report import tables
 from workbench.report.export import Exported
@@ -87,6 +89,35 @@ def add_notebook(index: Path, notebook: Path) -> None:
     section = (
         f'<h2>Notebook</h2><p><a href="{name}">{name}</a></p><details><summary>Show the executed '
         f'notebook</summary><iframe title="notebook" srcdoc="{inner}"></iframe></details>'
+    )
+    write_atomic(
+        index, index.read_text(encoding="utf-8").replace(_NOTEBOOK, section + _NOTEBOOK, 1)
+    )
+
+
+def add_measured(index: Path, folder: Path) -> None:
+    """Put what this machine measured into an index page: device, times and figures of a sweep that
+    notebook 06 has left in `folder`."""
+    table = load_table(folder / "sweep" / "records")
+    base = folder.relative_to(index.parent).as_posix()
+    shown = table[["id", "iterationMS", "forwardMS", "backwardMS", "usefulTFPerGPU", "meanTXGBps"]]
+    failed = table[table["status"] == "failed"]
+    files = [path for name in ("side_by_side", "slowdown")
+             for path in sorted((folder / "figures").glob(f"{name}.*"))]  # fmt: skip
+    links = ", ".join(f'<a href="{base}/figures/{f.name}">{f.name}</a>' for f in files)
+    drawn = "".join(
+        f'<img alt="{path.stem}" src="data:image/svg+xml;base64,'
+        f'{base64.b64encode(path.read_bytes()).decode()}">'
+        for path in files if path.suffix == ".svg"
+    )  # fmt: skip
+    section = (
+        f"<h2>Measured on this machine</h2><p>{len(table)} cases of the local matrix at small "
+        f"shapes on real ranks, on {html.escape(', '.join(table['device'].unique()))}; "
+        f"{len(failed)} failed. Not to be compared with the study's absolute times. "
+        f'Records: <a href="{base}/data/results.json">{base}/data/results.json</a>. {links}</p>'
+        f'<div class="figures">{drawn}</div><details><summary>Times in ms, TFLOP/s and GB/s per '
+        f"rank</summary>{shown.to_html(index=False, border=0, float_format='{:.4g}'.format)}"
+        "</details>"
     )
     write_atomic(
         index, index.read_text(encoding="utf-8").replace(_NOTEBOOK, section + _NOTEBOOK, 1)

@@ -1,0 +1,295 @@
+"""A sweep: the cases of a matrix measured one after the other, into a folder that can be resumed.
+
+`sweep.json` says what is measured and how, `records/` has one file per finished case, `logs/` what
+each rank said, `events.jsonl` when cases started and ended. Whatever ends a sweep, a finished case
+keeps its record and `resume` goes on with the others, and tries those again that failed.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+import workbench
+from workbench.bench.job import Folder, Job, Protocol, Settings, case_from
+from workbench.bench.launch import Ended, JobRun, Launch, run_jobs
+from workbench.bench.machine import device_label
+from workbench.bench.matrix import check_ranks
+from workbench.bench.own import make_record, read_record, write_record
+from workbench.bench.schema import OwnRecord, parse_json
+from workbench.case import Case
+from workbench.errors import InputError
+from workbench.files import write_atomic
+
+LIMIT_S = 600.0
+
+
+class SweepError(RuntimeError):
+    """The ranks of a sweep cannot be started. What was measured before is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a sweep stands: `done` of `total` cases, `failed` among them; `record` is the one that
+    just ended, or None; `running` the id of the one in the works; `left_s` seconds to go, None
+    before the first case has ended."""
+
+    done: int
+    total: int
+    failed: int
+    running: str = ""
+    record: OwnRecord | None = None
+    left_s: float | None = None
+
+
+@dataclass
+class Sweep:
+    """An open sweep; made by `open_sweep`."""
+
+    folder: Folder
+    cases: list[Case]
+    settings: Settings
+    launch: Launch
+    limit_s: float
+    notes: list[str] = field(default_factory=list)
+
+    def left(self) -> list[Case]:
+        """Cases without a good record. A record that cannot be read is put aside and noted."""
+        return [case for case in self.cases if self._state(case) != "ok"]
+
+    def failed(self) -> int:
+        return sum(self._state(case) == "failed" for case in self.cases)
+
+    def _state(self, case: Case) -> str:
+        path = self.folder.record(case)
+        if not path.exists():
+            return "missing"
+        try:
+            record = read_record(path)
+        except InputError as error:
+            path.replace(path.with_suffix(".corrupt"))
+            self.notes.append(f"{error}; measured again")
+            return "missing"
+        return record.status or "ok"
+
+
+def open_sweep(
+    path: str | Path,
+    cases: Sequence[Case] = (),
+    *,
+    settings: Settings | None = None,
+    launch: Launch | None = None,
+    ranks: int | None = None,
+    limit_s: float = LIMIT_S,
+    resume: bool = False,
+) -> Sweep:
+    """A new sweep of `cases` in a folder, or with `resume` the one that is there (or a new one).
+
+    Raises InputError, before anything is written, where the cases cannot run on the ranks, the
+    folder has a sweep and is not to be resumed, or its sweep is of another version or other cases.
+    """
+    folder, launch = Folder(Path(path)), launch or Launch()
+    ranks = default_ranks() * launch.nnodes if ranks is None else ranks
+    if folder.state.exists():
+        if not resume:
+            raise InputError(f"out={path} holds a sweep already; resume it or name another folder")
+        found = _read_state(folder)
+        known = [case_from(stated) for stated in found["cases"]]
+        if cases and [c.id for c in cases] != [c.id for c in known]:
+            raise InputError(f"out={path} holds a sweep of other cases; name another folder")
+        protocol = Protocol(**found["settings"].pop("protocol"))
+        kept = Settings(protocol=protocol, **found["settings"])
+        check_ranks(known, ranks, launch.nnodes)
+        return Sweep(folder, known, kept, launch, found["limit_s"])
+    if folder.path.exists() and any(folder.path.rglob("*.record.json")):
+        raise InputError(f"out={path} holds records of something else; name another folder")
+    if not cases:
+        raise InputError(f"out={path} holds no sweep to resume")
+    if not limit_s > 0:
+        raise InputError(f"limit_s={limit_s} must be positive")
+    check_ranks(cases, ranks, launch.nnodes)
+    sweep = Sweep(folder, list(cases), settings or Settings(), launch, limit_s)
+    state = {
+        "version": workbench.__version__,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "limit_s": limit_s, "settings": asdict(sweep.settings),
+        "cases": [asdict(case) for case in cases],
+    }  # fmt: skip
+    write_atomic(folder.state, json.dumps(state, indent=1) + "\n")
+    return sweep
+
+
+def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: None) -> Progress:
+    """Measures what is left. Returns the final state; a case that failed is a record with its
+    reason, and the sweep goes on. Raises InputError where the folder takes no more files or another
+    driver is at work in it; Ctrl-C ends the ranks and is passed on."""
+    folder = sweep.folder
+    with alone(folder) as lock:
+        if lock is None:
+            if sweep.launch.nnodes == 1 or sweep.launch.prefix:
+                raise InputError(f"out={folder.path} is being measured by another process")
+            return _follow(sweep, on_progress)
+        sweep_up(folder)
+        start = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+        left = sweep.left()
+        teller = Teller(sweep, left, on_progress)
+        number = 0
+        for _, group in groupby(sorted(left, key=lambda case: case.ep), lambda case: case.ep):
+            waiting = list(group)
+            while waiting:
+                number += 1
+                job = Job(name=f"{start}-{number}-ep{waiting[0].ep}", cases=tuple(waiting),
+                          settings=sweep.settings, limit_s=sweep.limit_s)  # fmt: skip
+                _announce(sweep, job)
+                (ended,) = run_jobs(JobRun(job, folder, sweep.launch, teller.event))
+                waiting = after(sweep, waiting, ended, teller)
+        _announce(sweep, None)
+        return teller.told()
+
+
+def default_ranks() -> int:
+    """Ranks that this host can take: its GPUs, or its cores, but two at least."""
+    gpus = Path("/proc/driver/nvidia/gpus")
+    count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    return count or max(len(os.sched_getaffinity(0)), 2)
+
+
+def after(sweep: Sweep, waiting: list[Case], ended: Ended, teller: "Teller") -> list[Case]:
+    """The cases still to be measured after a start of the ranks; the case that was at work when
+    they were lost fails with the reason. Raises SweepError where they are lost before any case
+    twice in a row."""
+    rest = [case for case in waiting if not teller.ended(case)]
+    if not ended.reason:
+        return []
+    if ended.unwritable:
+        raise InputError(f"{ended.reason}; a resumed sweep goes on from here")
+    at = next((case for case in rest if case.id == ended.case), None)
+    if at is None:
+        teller.false_starts = teller.false_starts + 1 if len(rest) == len(waiting) else 0
+        if rest and teller.false_starts > 1:
+            raise SweepError(f"ranks could not be started: {ended.reason}")
+        return rest
+    found = {"status": "failed", "reason": ended.reason}
+    record = make_record(at, device_label("cpu") if sweep.settings.device == "cpu" else "unknown",
+                         found, {"lost": True})  # fmt: skip
+    write_record(record, sweep.folder.record(at))
+    teller.end(at, record)
+    return [case for case in rest if case is not at]
+
+
+class Teller:
+    """Turns events into progress. Time left: what the cases ended so far took, by layers and
+    passes, times what is left."""
+
+    def __init__(
+        self, sweep: Sweep, left: Sequence[Case], on_progress: Callable[[Progress], None]
+    ) -> None:
+        self.folder, self.on_progress = sweep.folder, on_progress
+        self.cases = {case.id: case for case in left}
+        self.done, self.total = len(sweep.cases) - len(left), len(sweep.cases)
+        self._weights = {c.id: c.layers * (3 if c.mode == "training" else 1) for c in left}
+        self._ended: dict[str, bool] = {}
+        self._began, self._spent = 0.0, 0.0
+        self.false_starts = 0
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        case = self.cases[event["case"]]
+        if event["event"] == "start":
+            self._began = event["time"]
+            self.on_progress(self.told(running=case.id))
+        else:
+            self._spent += event["time"] - self._began
+            self.end(case, read_record(self.folder.record(case)))
+
+    def end(self, case: Case, record: OwnRecord) -> None:
+        self._ended[case.id] = record.status == "ok"
+        self.on_progress(self.told(record=record))
+
+    def ended(self, case: Case) -> bool:
+        return case.id in self._ended
+
+    def told(self, running: str = "", record: OwnRecord | None = None) -> Progress:
+        past = sum(self._weights[name] for name in self._ended)
+        rest = sum(self._weights.values()) - past
+        left_s = self._spent * rest / past if past else None
+        failed = sum(not good for good in self._ended.values())
+        return Progress(done=self.done + len(self._ended), total=self.total, failed=failed,
+                        running=running, record=record, left_s=left_s)  # fmt: skip
+
+
+def _read_state(folder: Folder) -> dict[str, Any]:
+    found = parse_json(folder.state.read_bytes(), folder.state)
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != workbench.__version__:
+        raise InputError(
+            f"out={folder.path} holds a sweep of moe-workbench {version}, must be of"
+            f" {workbench.__version__}; name another folder"
+        )
+    return dict(found)
+
+
+@contextlib.contextmanager
+def alone(folder: Folder) -> Iterator[IO[str] | None]:
+    """The folder's lock, or None if another driver has it."""
+    try:
+        with folder.lock.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            yield lock
+    except OSError as error:
+        raise InputError(f"{folder.lock}: cannot be written: {error.strerror}") from None
+
+
+def sweep_up(folder: Folder) -> None:
+    """Removes what a killed process left half written; nothing else starts with a dot there."""
+    for stale in (*folder.records.glob(".*"), *folder.path.glob(".*.json.*")):
+        stale.unlink(missing_ok=True)
+
+
+def _announce(sweep: Sweep, job: Job | None) -> None:
+    """Tells the drivers of the other hosts what to start next; None that there is no more."""
+    if sweep.launch.nnodes > 1 and not sweep.launch.prefix:
+        said = {"job": job.name if job else "", "driver": os.getpid(), "time": time.time()}
+        if job is not None:
+            job.write(sweep.folder.path)
+        write_atomic(sweep.folder.path / "next.json", json.dumps(said))
+
+
+def _follow(sweep: Sweep, on_progress: Callable[[Progress], None]) -> Progress:
+    """On a further host: starts this host's ranks of each job that the first driver announces."""
+    from workbench.bench.job import read_job
+
+    folder, seen, began = sweep.folder, "", time.time()
+    while True:
+        said = _said(folder)
+        if said["time"] >= began - 1 or seen:
+            if not said["job"]:
+                break
+            if said["job"] != seen:
+                seen = said["job"]
+                job = read_job(folder.path / "jobs" / f"{seen}.json")
+                run_jobs(JobRun(job, folder, sweep.launch))
+                continue
+        with alone(folder) as lock:
+            if lock is not None:  # the first driver is gone
+                break
+        time.sleep(0.1)
+    left = sweep.left()
+    return Progress(done=len(sweep.cases) - len(left), total=len(sweep.cases), failed=len(left))
+
+
+def _said(folder: Folder) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder.path / "next.json").read_text()))
+    except (OSError, ValueError):
+        return {"job": "", "time": 0.0}

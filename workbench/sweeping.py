@@ -1,0 +1,281 @@
+"""`workbench sweep`, `workbench compare` and `workbench bench sweep`: what the commands do.
+
+Progress is a bar on a terminal and plain lines elsewhere.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from workbench.errors import InputError
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="The sweep's folder [default: outputs/runs/ID]."),
+]
+
+
+def sweep_command(
+    matrix: Annotated[
+        str, typer.Argument(metavar="MATRIX", help="`local`, `reference`, or a YAML file.")
+    ] = "local",
+    out: Out = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the sweep in --out, or with the latest.")
+    ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks there are in all [default: GPUs, or cores, of the hosts]."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    warmups: Annotated[int, typer.Option(help="Iterations before the first window.")] = 10,
+    windows: Annotated[int, typer.Option(help="Windows of each case.")] = 5,
+    iterations: Annotated[int, typer.Option(help="Iterations of a window.")] = 30,
+    seed: Annotated[int, typer.Option(help="Seed of routing, tokens and weights.")] = 0,
+    limit_s: Annotated[float, typer.Option(help="Seconds that a case may take.")] = 600.0,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="A trace per rank and case, in traces/ of the folder.")
+    ] = False,
+    nnodes: Annotated[int, typer.Option(help="Hosts; run the command on each of them.")] = 1,
+    rdzv: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where the hosts' torchrun agents meet.")
+    ] = "",
+    local_addr: Annotated[
+        str, typer.Option(help="This host's address, where its name does not resolve.")
+    ] = "",
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Measure a second run B into DIR, turn by turn with this one."
+        ),
+    ] = None,
+    beside_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="What is different in B's environment."),
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit as a SLURM job on --nnodes and watch it.")
+    ] = False,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="An option for sbatch, such as --partition=gpu."),
+    ] = None,
+    in_job: Annotated[bool, typer.Option("--in-job", hidden=True)] = False,
+) -> None:
+    """Measure the cases of a matrix on real ranks, by the published study's protocol.
+
+    * `workbench sweep local` runs on any machine: two ranks on CPU cores, small shapes.
+
+    * `workbench sweep my.yaml --ranks 8 --device cuda` measures cases of your own.
+
+    * `workbench sweep --resume --out DIR` goes on with a sweep that was stopped, however it was.
+
+    * `workbench sweep my.yaml --out DIR --nnodes 2 --rdzv node0:29400`, on each of two hosts with a
+    common DIR; `--slurm --nnodes 2` has SLURM do it.
+
+    * `workbench sweep local --out A --beside B --beside-env NAME=VALUE`, then `workbench compare A
+    B`.
+    """
+    from workbench.bench.job import Protocol, Settings
+    from workbench.bench.launch import Launch
+    from workbench.bench.matrix import load_matrix
+    from workbench.bench.sweep import open_sweep
+    from workbench.notebook import new_run_dir
+
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"device={device!r} must be cpu or cuda")
+    if slurm and beside:
+        raise InputError("--beside cannot be measured with --slurm")
+    if sbatch and not slurm:
+        raise InputError("--sbatch needs --slurm")
+    folder = out or (_latest() if resume else new_run_dir("sweep"))
+    settings = Settings(
+        protocol=Protocol(warmups=warmups, windows=windows, iterations=iterations),
+        seed=seed, device=device, trace_dir=str(folder / "traces") if trace else "",
+    )  # fmt: skip
+    prefix: tuple[str, ...] = ()
+    if in_job:
+        prefix = ("srun", f"--nodes={nnodes}", "--ntasks-per-node=1", "--cpu-bind=none")
+    launch = Launch(nnodes=nnodes, rdzv=rdzv, prefix=prefix, local_addr=local_addr)
+    follower = nnodes > 1 and not in_job and not slurm
+    known = (folder / "sweep.json").exists() and (resume or follower)
+    cases = [] if known else load_matrix(matrix)
+    opened = open_sweep(
+        folder, cases, settings=settings, launch=Launch() if slurm else launch,
+        ranks=10**6 if slurm and ranks is None else ranks,  # the nodes' ranks are found there
+        limit_s=limit_s, resume=resume or follower,
+    )  # fmt: skip
+    if slurm:
+        from workbench.bench.slurm import Submission, submit, watch
+
+        job = Submission(folder=folder, nnodes=nnodes, ranks=ranks, options=tuple(sbatch or ()))
+        with _told(opened) as tell:
+            watch(opened, submit(opened, job), tell)
+        _summary(opened)
+        return
+    with _told(opened) as tell:
+        if beside is None:
+            from workbench.bench.sweep import run_sweep
+
+            run_sweep(opened, tell)
+        else:
+            from workbench.bench.interleave import run_pair
+
+            environment = tuple(_setting(text) for text in beside_env or ())
+            other = open_sweep(
+                beside, opened.cases, settings=opened.settings, ranks=ranks, limit_s=limit_s,
+                launch=Launch(environment=environment), resume=resume,
+            )  # fmt: skip
+            run_pair(opened, other, lambda name, progress: tell(progress, name))
+    _summary(opened)
+
+
+def compare_command(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A folder with records.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="What is held against it.")],
+    metric: Annotated[str, typer.Option(help="iteration, forward or backward.")] = "iteration",
+    margin: Annotated[
+        float, typer.Option(help="Times within this ratio of one another are the same.")
+    ] = 0.02,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line per case.")] = False,
+) -> None:
+    """Say of each case whether RUN_B is faster, slower, the same, or that it cannot be told.
+
+    The verdict is that of the 95 % interval of the ratio of times, from the windows' samples.
+    """
+    from workbench.bench.compare import compare
+
+    found = compare(run_a, run_b, metric, margin)
+    if as_json:
+        for row in found.to_dict("records"):
+            print(json.dumps({k: None if v != v else v for k, v in row.items()}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("case", "A [ms]", "B [ms]", "B / A", "95 % interval", "B is", "")
+    for row in found.itertuples():
+        known = row.ratio == row.ratio and row.ratio is not None
+        numbers = [f"{v:.4g}" if v == v and v is not None else "-" for v in (row.aMS, row.bMS)]
+        span = [f"{row.ratio:.3f}", f"{row.low:.3f} to {row.high:.3f}"] if known else ["-", "-"]
+        table.add_row(row.id, *numbers, *span, row.verdict, row.why or "")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    counts = found["verdict"].value_counts()
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+
+
+def bench_sweep() -> dict[str, float | int]:
+    """Seconds that the harness adds to a case of the local matrix: from its start to its record,
+    less what its warm-ups and windows took."""
+    from workbench.bench.job import Protocol, Settings
+    from workbench.bench.matrix import load_matrix
+    from workbench.bench.own import read_record
+    from workbench.bench.sweep import open_sweep, run_sweep
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(protocol=Protocol(warmups=1, windows=2, iterations=2))
+        sweep = open_sweep(folder, load_matrix("local"), settings=settings)
+        began = time.perf_counter()
+        run_sweep(sweep)
+        wall = time.perf_counter() - began
+        events = [json.loads(line) for line in sweep.folder.events.read_text().splitlines()]
+        records = {case.id: read_record(sweep.folder.record(case)) for case in sweep.cases}
+    starts = {e["case"]: e["time"] for e in events if e["event"] == "start"}
+    spent = []
+    for event in events:
+        provenance = records[event["case"]].provenance or {}
+        if event["event"] == "end" and "timedSeconds" in provenance:
+            spent.append(event["time"] - starts[event["case"]] - provenance["timedSeconds"])
+    in_cases = sum(e["time"] * (1 if e["event"] == "end" else -1) for e in events)
+    return {
+        "cases": len(spent),
+        "overhead_s_per_case": sum(spent) / len(spent),
+        "overhead_median_s": sorted(spent)[len(spent) // 2],
+        "overhead_worst_s": max(spent),
+        "start_s": (wall - in_cases) / len({case.ep for case in sweep.cases}),
+    }
+
+
+@contextmanager
+def _told(sweep: Any) -> Iterator[Callable[..., None]]:
+    """Progress as it comes; Ctrl-C ends with exit code 130, ranks that do not start with 1."""
+    from workbench.bench.sweep import SweepError
+
+    print(sweep.folder.path, flush=True)
+    try:
+        if sys.stderr.isatty():
+            with _bar(len(sweep.cases)) as tell:
+                yield tell
+        else:
+            yield _line
+    except SweepError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print(f"interrupted; workbench sweep --resume --out {sweep.folder.path} goes on from here",
+              file=sys.stderr)  # fmt: skip
+        raise typer.Exit(130) from None
+
+
+def _line(progress: Any, name: str = "") -> None:
+    if progress.record is not None:
+        print(f"{name + ' ' * bool(name)}{describe(progress)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[..., None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(progress: Any, name: str = "") -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            if progress.record is not None:
+                bar.console.print(f"{name} {describe(progress)}".strip(), highlight=False)
+            bar.update(tasks[name], completed=progress.done,
+                       description=f"{name} {progress.running}".strip())  # fmt: skip
+
+        yield tell
+
+
+def describe(progress: Any) -> str:
+    """The line for a case that ended: count, id, time or reason, time left."""
+    record = progress.record
+    found = f"{record.iterationMS:.4g} ms" if record.iterationMS else f"failed: {record.reason}"
+    left = f", {progress.left_s:.0f} s left" if progress.left_s else ""
+    return f"{progress.done}/{progress.total} {record.id}: {found}{left}"
+
+
+def _summary(sweep: Any) -> None:
+    for note in sweep.notes:
+        print(note, file=sys.stderr)
+    left, failed = len(sweep.left()), sweep.failed()
+    print(f"{len(sweep.cases) - left} of {len(sweep.cases)} cases measured, {failed} failed")
+    if left:
+        raise typer.Exit(1)
+
+
+def _latest() -> Path:
+    from workbench.notebook import runs_dir
+
+    found = sorted(path.parent for path in runs_dir().glob("*/sweep.json"))
+    if not found:
+        raise InputError(f"{runs_dir()}: holds no sweep to resume")
+    return found[-1]
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise InputError(f"beside-env={text!r} must be NAME=VALUE")
+    return name, value
