@@ -3,10 +3,20 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from workbench.case import PROFILES, case_table, reference_matrix
+from workbench.case import PROFILES, Case, case_table, reference_matrix
 from workbench.errors import InputError
-from workbench.routing import factor_matrix, rank_rows, rows_by_expert, rows_by_rank
+from workbench.routing import (
+    case_routes,
+    factor_matrix,
+    rank_rows,
+    route,
+    rows_by_expert,
+    rows_by_rank,
+    trace_routes,
+)
 
+IDS_OF_SEED_7 = [[[1, 0], [0, 5], [3, 2]], [[0, 4], [1, 6], [3, 2]]]
+SCORES_OF_SEED_7 = [0.7752654552459717, 0.22473454475402832]
 FACTORS = sorted({1.0, 4.0, 8.0, *PROFILES["A"], *PROFILES["B"], 0.0})
 
 
@@ -50,3 +60,95 @@ def test_factor_matrix_pads_with_nan():
     for row, factors in zip(matrix, table["factors"], strict=True):
         assert row[: len(factors)].tolist() == list(factors)
         assert np.isnan(row[len(factors) :]).all()
+
+
+def _check_routes(ids, scores, *, T, K, E, ep, factor):
+    assert ids.shape == scores.shape == (ep, T, K)
+    assert ids.dtype == np.int32
+    assert scores.dtype == np.float32
+    assert (np.diff(np.sort(ids, axis=2), axis=2) > 0).all()  # distinct in a token
+    by_source = np.stack([np.bincount(own.ravel(), minlength=E) for own in ids])
+    assert (by_source.sum(0) == rows_by_expert(T=T, K=K, E=E, ep=ep, factor=factor)).all()
+    assert np.ptp(by_source, axis=0).max() <= 1  # the same share from every source rank
+    to_ranks = by_source.reshape(ep, ep, -1).sum(2)
+    assert np.ptp(to_ranks, axis=0).max() <= 1
+    assert (scores > 0).all()
+    assert np.allclose(scores.sum(2, dtype=np.float64), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("ep", [8, 64])
+@pytest.mark.parametrize("factor", [1.0, 4.0, 8.0, *PROFILES["A"], 0.0])
+def test_ids_have_the_rows_of_the_study(ep, factor):
+    shape = {"T": 256, "K": 6, "E": 384, "ep": ep, "factor": factor}
+    _check_routes(*route(**shape, seed=1), **shape)
+
+
+@pytest.mark.parametrize(
+    ("T", "K", "E", "ep", "factor"),
+    [
+        (1, 1, 1, 1, 1.0),
+        (7, 4, 4, 1, 1.0),
+        (7, 3, 9, 3, 0.0),
+        (97, 2, 8, 4, 4.0),
+        (97, 4, 8, 4, 2.0),
+        (5, 6, 48, 2, 1.3),
+    ],
+)
+def test_ids_at_edges(T, K, E, ep, factor):
+    shape = {"T": T, "K": K, "E": E, "ep": ep, "factor": factor}
+    for seed in range(20):
+        _check_routes(*route(**shape, seed=seed), **shape)
+
+
+def test_ids_are_those_of_the_seed_on_every_machine():
+    ids, scores = route(T=3, K=2, E=8, ep=2, factor=1.5, seed=7)
+    again = route(T=3, K=2, E=8, ep=2, factor=1.5, seed=7)
+    assert (ids == again.ids).all()
+    assert (scores == again.scores).all()
+    assert (ids != route(T=3, K=2, E=8, ep=2, factor=1.5, seed=8).ids).any()
+    assert ids.tolist() == IDS_OF_SEED_7
+    assert scores[0, 0].tolist() == pytest.approx(SCORES_OF_SEED_7, rel=1e-7)
+
+
+def test_pairs_of_experts_in_a_token_are_not_always_the_same():
+    ids, _ = route(T=512, K=2, E=16, ep=4, factor=1.0, seed=0)
+    pairs = {tuple(pair) for pair in np.sort(ids.reshape(-1, 2), axis=1).tolist()}
+    assert len(pairs) > 24
+
+
+def test_a_factor_that_would_repeat_an_expert_is_refused():
+    with pytest.raises(InputError, match=r"imbalance=0\.0 must leave each expert at most ep\*T=14"):
+        route(T=7, K=2, E=2, ep=2, factor=0.0)
+
+
+def test_each_layer_of_a_profile_has_its_factor():
+    case = Case(backend="dist_moe", mode="training", ep=8, precision="bf16", pipeline="standard",
+                category="packing", profile="B", T=64, E=64, D=64, F=64)  # fmt: skip
+    for layer, factor in enumerate(PROFILES["B"]):
+        ids, scores = case_routes(case, layer, seed=3)
+        _check_routes(ids, scores, T=64, K=6, E=64, ep=8, factor=factor)
+
+
+def test_trace_is_taken_as_it_is():
+    ids = np.arange(24).reshape(12, 2) % 8
+    scores = np.arange(24, dtype=np.float64).reshape(12, 2)
+    found = trace_routes(ids, scores, T=5, K=2, E=8, ep=2)
+    assert (found.ids.reshape(-1, 2) == ids[:10]).all()
+    assert (found.scores.reshape(-1, 2) == scores[:10]).all()
+    assert trace_routes(ids, T=6, K=2, E=8, ep=2).scores.shape == (2, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"T": 7}, r"trace shape=\[12, 2\] must be \[N, K=2\], N at least ep\*T=14"),
+        ({"E": 7}, r"trace id=7 of token 3 must be 0 to E-1=6"),
+        ({"ids": np.ones((12, 2), int)}, r"trace ids=\[1, 1\] of token 0 must not repeat"),
+        ({"ids": np.ones((12, 2))}, r"trace dtype=float64 must be an integer type"),
+        ({"scores": np.full((12, 2), np.nan)}, r"trace scores of shape=\[12, 2\] must be finite"),
+    ],
+)
+def test_bad_traces_are_refused(change, message):
+    given = {"ids": np.arange(24).reshape(12, 2) % 8, "T": 6, "K": 2, "E": 8, "ep": 2} | change
+    with pytest.raises(InputError, match=message):
+        trace_routes(**given)

@@ -1,4 +1,4 @@
-"""How many routed rows each rank and each expert receives.
+"""How many routed rows each rank and each expert receives, and top-k ids and scores that do so.
 
 Rank 0 is the hot rank: at factor i it receives round(i*T*K) of the ep*T*K routed rows and the
 other ranks share the rest evenly, so a factor below 1 makes rank 0 the cold rank. Inside a rank
@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from workbench.case import check_factor
+from workbench.case import Case, check_factor
+from workbench.errors import InputError
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -71,6 +72,100 @@ def spread(rows: int, parts: int) -> Ints:
     return np.full(parts, rows // max(parts, 1), np.int64) + (
         np.arange(parts) < rows % max(parts, 1)
     )
+
+
+class Routes(NamedTuple):
+    """Routing of one layer for all ranks."""
+
+    ids: npt.NDArray[np.int32]
+    """[ep, T, K], distinct in a token."""
+    scores: npt.NDArray[np.float32]
+    """[ep, T, K]."""
+
+
+def route(*, T: int, K: int, E: int, ep: int, factor: float, seed: int = 0) -> Routes:
+    """Routing at an imbalance factor, with exactly the rows of `rows_by_expert`.
+
+    Every source rank sends each expert, and each rank, the same number of rows to within one.
+    The same on every machine for a seed: only raw bits of PCG64, integers and divisions are used.
+    Raises InputError if no routing with distinct experts per token has that factor.
+    """
+    rows = rows_by_expert(T=T, K=K, E=E, ep=ep, factor=factor)
+    if rows.max() > ep * T:
+        raise InputError(f"imbalance={factor} must leave each expert at most ep*T={ep * T} rows, as a"
+                         f" token's experts are distinct; one would get {rows.max()}")  # fmt: skip
+    random = np.random.PCG64(seed)
+    # Dealt out in turn, the rows of an expert, and of a rank, spread evenly over the sources.
+    dealt = np.repeat(np.arange(E, dtype=np.int32), rows).reshape(T * K, ep).T
+    ids = np.empty((ep, T, K), np.int32)
+    for own, out in zip(dealt, ids, strict=True):
+        # An expert's rows stay together, at most T of them, so in turn they reach distinct tokens.
+        by_expert = own[np.argsort(_bits(random, E)[own], kind="stable")]
+        out[:] = by_expert.reshape(K, T).T[_order(random, T)]
+        out[:] = np.take_along_axis(out, np.argsort(_bits(random, T, K), axis=1, kind="stable"), 1)
+    return Routes(ids, _scores(random, ep, T, K))
+
+
+def case_routes(case: Case, layer: int = 0, seed: int = 0) -> Routes:
+    """Routing of a layer of a case: its factor, which a profile gives for each layer."""
+    return route(T=case.T, K=case.K, E=case.E, ep=case.ep, factor=case.factors[layer],
+                 seed=seed * 1_000_003 + layer)  # fmt: skip
+
+
+def trace_routes(
+    ids: npt.ArrayLike,
+    scores: npt.ArrayLike | None = None,
+    *,
+    T: int,
+    K: int,
+    E: int,
+    ep: int,
+    seed: int = 0,
+) -> Routes:
+    """Routing of a real trace: ids [N, K] of N tokens in order, of which the first ep * T are used.
+
+    Without scores [N, K], seeded ones are made. Raises InputError for a trace that is too short,
+    of another K, or has ids that are out of range or repeat in a token, or scores not finite.
+    """
+    table, needed = np.asarray(ids), ep * T
+    if table.ndim != 2 or table.shape[1] != K or len(table) < needed:
+        raise InputError(
+            f"trace shape={list(table.shape)} must be [N, K={K}], N at least ep*T={needed}"
+        )
+    if not np.issubdtype(table.dtype, np.integer):
+        raise InputError(f"trace dtype={table.dtype} must be an integer type")
+    table = table[:needed]
+    bad = (table < 0) | (table >= E)
+    ordered = np.sort(table, axis=1)
+    if bad.any():
+        token, k = np.argwhere(bad)[0]
+        raise InputError(f"trace id={table[token, k]} of token {token} must be 0 to E-1={E - 1}")
+    if (repeats := (ordered[:, 1:] == ordered[:, :-1]).any(1)).any():
+        raise InputError(f"trace ids={table[repeats.argmax()].tolist()} of token {repeats.argmax()}"
+                         " must not repeat in a token")  # fmt: skip
+    chosen = table.astype(np.int32).reshape(ep, T, K)
+    if scores is None:
+        return Routes(chosen, _scores(np.random.PCG64(seed), ep, T, K))
+    weights = np.asarray(scores, np.float32)
+    if weights.shape[1:] != (K,) or len(weights) < needed or not np.isfinite(weights).all():
+        raise InputError(
+            f"trace scores of shape={list(weights.shape)} must be finite and [N, K={K}]"
+        )
+    return Routes(chosen, weights[:needed].reshape(ep, T, K))
+
+
+def _bits(random: np.random.PCG64, *shape: int) -> npt.NDArray[np.uint64]:
+    return random.random_raw(int(np.prod(shape))).reshape(shape)
+
+
+def _order(random: np.random.PCG64, n: int) -> Ints:
+    return np.argsort(_bits(random, n), kind="stable")
+
+
+def _scores(random: np.random.PCG64, ep: int, T: int, K: int) -> npt.NDArray[np.float32]:
+    """Positive scores that sum to 1 in a token: integers of 23 bits over their sum."""
+    parts = (_bits(random, ep, T, K) >> np.uint64(41)).astype(np.int64) + 1
+    return (parts / parts.sum(axis=2, keepdims=True)).astype(np.float32)
 
 
 def factor_matrix(table: pd.DataFrame) -> Floats:

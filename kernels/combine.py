@@ -1,0 +1,71 @@
+"""Grouped products whose rows go to their owners: W2 in forward, W13's dgrad in backward.
+
+Legend: P ranks, N rows of a destination, D hidden width, F expert width, E experts, R rows.
+"""
+
+import torch
+from torch import Tensor
+
+from .memory import Peers, for_experts, rows_at
+from .words import Decide
+
+
+def w2_combine_torch(
+    *,
+    act_RF: Tensor,
+    w2_EDF: Tensor,
+    starts_e: Tensor,
+    decision: Tensor,
+    rank_R: Tensor | None,
+    row_R: Tensor,
+    rows_RD: Tensor,
+    out: Peers,
+) -> None:
+    """out[rank_R[r], row_R[r]] = act_RF[r] @ w2[expert].T, FP32 inside, rounded once.
+
+    out: [P, N, D]. rows_RD is room to stage the rows in. A no-op unless the decision is OK.
+    """
+    words = decision.tolist()
+    if words[Decide.OK]:
+        _scatter(act_RF, w2_EDF.transpose(1, 2), starts_e, words[Decide.ROWS],
+                 rank_R, row_R, rows_RD, out)  # fmt: skip
+
+
+def w13_dgrad_combine_torch(
+    *,
+    arena_B: Tensor,
+    w13_E2FD: Tensor,
+    starts_e: Tensor,
+    decision: Tensor,
+    rank_R: Tensor | None,
+    row_R: Tensor,
+    rows_RD: Tensor,
+    out: Peers,
+) -> None:
+    """out[rank_R[r], row_R[r]] = dh1_R2F[r] @ w13[expert], dh1 where `decision` says h1 lies."""
+    words = decision.tolist()
+    if words[Decide.OK]:
+        dh1_R2F = rows_at(
+            arena_B, words[Decide.H1_AT], words[Decide.ROWS], w13_E2FD.shape[1], w13_E2FD.dtype
+        )
+        _scatter(dh1_R2F, w13_E2FD, starts_e, words[Decide.ROWS], rank_R, row_R, rows_RD, out)
+
+
+def _scatter(
+    a_RK: Tensor,
+    b_EKN: Tensor,
+    starts_e: Tensor,
+    rows: int,
+    rank_R: Tensor | None,
+    row_R: Tensor,
+    rows_RD: Tensor,
+    out: Peers,
+) -> None:
+    table_ND, to_R = out.find(rank_R, row_R, rows)
+
+    def expert(e: int, start: int, end: int) -> None:
+        out_rD = rows_RD[start:end]
+        torch.mm(a_RK[start:end], b_EKN[e], out=out_rD)
+        table_ND.index_copy_(0, to_R[start:end], out_rD)
+
+    for_experts(expert, starts_e.tolist())

@@ -1,0 +1,179 @@
+"""`routed_experts`: the layer's routed part as one differentiable function.
+
+Legend: T tokens per rank, D hidden, F expert width, K experts per token, E experts of the
+process, V ranks that the process hosts (1, or all of a virtual group).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from workbench.moe.context import BACKWARD, FORWARD, Context, make_step
+from workbench.moe.step import Step
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
+_SCORES = (torch.float32, torch.bfloat16)
+
+
+def routed_experts(
+    x_TD: Tensor,
+    topk_ids_TK: Tensor,
+    topk_scores_TK: Tensor,
+    w13_E2FD: Tensor,
+    w2_EDF: Tensor,
+    context: Context,
+) -> Tensor:
+    """y_TD = sum over k, in k order and FP32, of score * w2[id] @ (silu(gate) * up), with
+    gate, up = w13[id] @ x split in half; differentiable in x, scores, w13 and w2.
+
+    Collective: every rank of the context's group makes the same calls in the same order. x and
+    both weights are contiguous and of the config's dtype, ids integers, distinct in a token and
+    global; scores are float32 or bfloat16 and computed with in float32. A rank gives its own T
+    tokens and the E / ep experts it owns; the one process of a virtual group gives all ranks'
+    tokens, ep * T, one rank after the other, and all experts. Inputs are read, never written.
+
+    With gradients on, a training context keeps the layer's rows until backward, which may run
+    once. Raises MoEInputError (a bad input on any rank), CapacityError (more rows than the scratch
+    frame holds), each on every rank and with the context still usable; PeerError (a peer died or
+    was late), after which group and context are closed; ClosedError.
+    """
+    context.memory(context.group.hosted[0])
+    given = (x_TD, topk_scores_TK, w13_E2FD, w2_EDF)
+    saves = (
+        context.config.training
+        and torch.is_grad_enabled()
+        and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
+    )
+    y_TD: Tensor = _RoutedExperts.apply(*given, topk_ids_TK, context, saves)  # type: ignore[no-untyped-call]
+    return y_TD
+
+
+class _Held:
+    """Holds a layer entry for as long as the graph that needs it."""
+
+    def __init__(self, context: Context, entry: int) -> None:
+        self.context, self.entry, self.spent = context, entry, False
+
+    def __del__(self) -> None:
+        if not self.spent:
+            self.context.drop_entry(self.entry)
+
+
+class _RoutedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        scores_TK: Tensor,
+        w13_E2FD: Tensor,
+        w2_EDF: Tensor,
+        ids_TK: Tensor,
+        context: Context,
+        saves: bool,
+    ) -> Tensor:
+        config = context.config
+        problem = _problem(context, x_TD, ids_TK, scores_TK, w13_E2FD, w2_EDF)
+        entry = context.take_entry(saves)
+        if entry is None:
+            problem = (
+                f"layers={config.layers} must be at least the forwards that await a backward,"
+                f" {config.layers + 1}; drop their graphs, run backward, or use no_grad"
+            )
+            entry, saves = context.plan.entries - 1, False
+        held = _Held(context, entry) if saves else None
+        steps = _steps(context, entry, saves, problem is None, w13_E2FD, w2_EDF)
+        y_TD = torch.empty(len(steps) * config.T, config.D, dtype=getattr(torch, config.dtype))
+        for v, step in enumerate(steps):
+            step.y_TD = _part(y_TD, v, config.T)
+            if problem is None:
+                step.x_TD = _part(x_TD, v, config.T)
+                step.ids_TK = _part(ids_TK, v, config.T)
+                step.scores_TK = _part(scores_TK, v, config.T)
+        context.run(FORWARD, steps, problem)
+        if held is not None:
+            ctx.save_for_backward(w13_E2FD, w2_EDF)
+            ctx.context, ctx.held, ctx.scores_dtype = context, held, scores_TK.dtype
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+        context: Context = ctx.context
+        held: _Held = ctx.held
+        config = context.config
+        if held.spent:
+            raise RuntimeError(
+                "backward of routed_experts ran before: its rows are gone; call it once"
+            )
+        w13_E2FD, w2_EDF = ctx.saved_tensors
+        held.spent = True
+        steps = _steps(context, held.entry, True, True, w13_E2FD, w2_EDF)
+        T, E = config.T, config.local_experts
+        dx_TD = torch.empty_like(dy_TD, memory_format=torch.contiguous_format)
+        dscores_TK = torch.empty(dy_TD.shape[0], config.K, dtype=torch.float32)
+        dw13_E2FD = torch.empty_like(w13_E2FD) if ctx.needs_input_grad[2] else None
+        dw2_EDF = torch.empty_like(w2_EDF) if ctx.needs_input_grad[3] else None
+        for v, step in enumerate(steps):
+            step.dy_TD, step.dx_TD = _part(dy_TD, v, T), _part(dx_TD, v, T)
+            step.dscores_TK = _part(dscores_TK, v, T)
+            step.dw13_E2FD = None if dw13_E2FD is None else _part(dw13_E2FD, v, E)
+            step.dw2_EDF = None if dw2_EDF is None else _part(dw2_EDF, v, E)
+        try:
+            context.run(BACKWARD, steps, None)
+        finally:
+            context.free_entry(held.entry)
+        return dx_TD, dscores_TK.to(ctx.scores_dtype), dw13_E2FD, dw2_EDF, None, None, None
+
+
+def _steps(
+    context: Context, entry: int, saves: bool, weights: bool, w13_E2FD: Tensor, w2_EDF: Tensor
+) -> Sequence[Step]:
+    steps = []
+    for v, rank in enumerate(context.group.hosted):
+        step = make_step(context.config, context.memory(rank), context.executor, rank, entry, saves)
+        if weights:
+            step.w13_E2FD = _part(w13_E2FD, v, context.config.local_experts)
+            step.w2_EDF = _part(w2_EDF, v, context.config.local_experts)
+        steps.append(step)
+    return steps
+
+
+def _part(tensor: Tensor, v: int, length: int) -> Tensor:
+    return tensor[v * length : (v + 1) * length]
+
+
+def _problem(
+    context: Context,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    scores_TK: Tensor,
+    w13_E2FD: Tensor,
+    w2_EDF: Tensor,
+) -> str | None:
+    """What is wrong with a rank's own inputs, as far as the host can see; None if nothing is."""
+    c, dtype = context.config, getattr(torch, context.config.dtype)
+    hosted = len(context.group.hosted)
+    tokens, experts = hosted * c.T, hosted * c.local_experts
+    rules: tuple[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
+        ("x_TD", x_TD, (tokens, c.D), (dtype,)),
+        ("topk_ids_TK", ids_TK, (tokens, c.K), _INTEGERS),
+        ("topk_scores_TK", scores_TK, (tokens, c.K), _SCORES),
+        ("w13_E2FD", w13_E2FD, (experts, 2 * c.F, c.D), (dtype,)),
+        ("w2_EDF", w2_EDF, (experts, c.D, c.F), (dtype,)),
+    )
+    for name, value, shape, dtypes in rules:
+        if not isinstance(value, Tensor):
+            return f"{name}={type(value).__name__} must be a tensor"
+        if tuple(value.shape) != shape:
+            return f"{name} shape={list(value.shape)} must be {list(shape)}"
+        if value.dtype not in dtypes:
+            names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            return f"{name} dtype={str(value.dtype).removeprefix('torch.')} must be {names}"
+        if value.device.type != "cpu":
+            return f"{name} device={value.device} must be cpu, where the context's arena is"
+        if not value.is_contiguous():
+            return f"{name} strides={list(value.stride())} must be contiguous"
+    return None

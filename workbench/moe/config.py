@@ -1,0 +1,87 @@
+"""What a layer's context is made for; checked once, when it is built. Imports no torch."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from workbench.case import Case
+from workbench.errors import InputError
+
+MODES = ("training", "inference")
+PIPELINES = ("standard", "alltoall")
+DTYPES = {"bfloat16": 2, "float32": 4}
+"""Bytes of an element; float32 is there for tests."""
+VALIDATE = ("always", "first", "never")
+EXECUTORS = ("torch",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Shape, policy and limits of a group's MoE layers. Raises InputError.
+
+    T tokens per rank (the same on every rank), D hidden width, F expert width, E experts in all,
+    K experts per token, ep ranks, `layers` that share the slot. `slot_factor` times the full save
+    at balanced load is held for activations, the rest is recomputed in backward; `scratch_factor`
+    times the balanced T*K rows is the most that a rank can receive (`alltoall` always holds every
+    layer at that many rows, as it has no recomputation). `validate` says when a call ends with a
+    look at its status: after each, after the first forward and backward, or only in `check()`.
+    `timeout_s` is how long a rank waits for its peers.
+    """
+
+    T: int
+    D: int
+    F: int
+    E: int
+    K: int
+    ep: int = 1
+    layers: int = 1
+    mode: str = "training"
+    pipeline: str = "standard"
+    dtype: str = "bfloat16"
+    executor: str = "torch"
+    slot_factor: float = 1.0
+    scratch_factor: float = 8.0
+    validate: str = "always"
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("T", "D", "F", "E", "K", "ep", "layers"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            _check(whole and value >= 1, name, value, "must be an integer of at least 1")
+        for name, known in (("mode", MODES), ("pipeline", PIPELINES), ("dtype", DTYPES),
+                            ("executor", EXECUTORS), ("validate", VALIDATE)):  # fmt: skip
+            value = getattr(self, name)
+            _check(value in known, name, repr(value), f"must be one of {', '.join(known)}")
+        _check(self.E % self.ep == 0, "E", self.E, f"must be divisible by ep={self.ep}")
+        _check(self.K <= self.E, "K", self.K, f"must be at most E={self.E}")
+        _check(0 <= self.slot_factor < 1e6, "slot_factor", self.slot_factor,
+               "must be finite and not negative")  # fmt: skip
+        for name in ("scratch_factor", "timeout_s"):
+            value = getattr(self, name)
+            _check(0 < value < 1e6, name, value, "must be finite and positive")
+        routes = self.ep * self.T * self.K
+        _check(routes < 2**31, "ep*T*K", routes, "must fit 31 bits, as a route is one int32")
+
+    @property
+    def local_experts(self) -> int:
+        return self.E // self.ep
+
+    @property
+    def training(self) -> bool:
+        return self.mode == "training"
+
+    @classmethod
+    def from_case(cls, case: Case, **given: Any) -> "MoEConfig":
+        """The context that runs a BF16 case of `standard` or `alltoall`; `given` overrides."""
+        _check(case.precision == "bf16", "precision", case.precision, "must be bf16 here")
+        config = cls(
+            T=case.T, D=case.D, F=case.F, E=case.E, K=case.K, ep=case.ep, layers=case.layers,
+            mode=case.mode, pipeline=case.pipeline, slot_factor=case.slotFactor,
+            scratch_factor=case.scratchFactor,
+        )  # fmt: skip
+        return replace(config, **given)
+
+
+def _check(ok: bool, field: str, value: object, rule: str) -> None:
+    if not ok:
+        raise InputError(f"{field}={value} {rule}")

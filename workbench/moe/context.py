@@ -1,0 +1,307 @@
+"""A group's context: its arena, its layers' entries, and the runs of a pipeline through it.
+
+`create_context` is the one collective that allocates. What it allocated goes with `close()`, or
+with the `with` block; nothing that a peer does can leave memory behind.
+"""
+
+import dataclasses
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from workbench.errors import InputError
+from workbench.kernels.words import Code, Decide, Head, Peak
+from workbench.moe.config import MoEConfig
+from workbench.moe.executor_torch import Dry, Launch, TorchExecutor
+from workbench.moe.failures import ClosedError, failure
+from workbench.moe.group import PeerGroup, VirtualGroup
+from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Phase, Pipeline
+from workbench.moe.plan_ours import OursPlan, plan_ours
+from workbench.moe.step import Executor, RankMemory, Step, splits
+
+FORWARD, BACKWARD = 0, 1
+
+
+class Context:
+    """Made by `create_context`. Not safe to use from two threads at a time.
+
+    `timer`, if set, is called with the name and the seconds of each part of a call. `log`, if set
+    to a list, receives every launch.
+    """
+
+    def __init__(self, config: MoEConfig, group: PeerGroup, plan: OursPlan) -> None:
+        self.config, self.group, self.plan = config, group, plan
+        arenas_PB, bases_P = group.allocate(plan.arena_bytes)
+        self._memory: dict[int, RankMemory] = {
+            rank: RankMemory(plan, arenas_PB, bases_P, rank if group.sees_peers else 0)
+            for rank in group.hosted
+        }
+        self.executor = TorchExecutor()
+        self.timer: Callable[[str, float], None] | None = None
+        self._closed: str | None = None
+        self._held: set[int] = set()
+        self._dropped: list[int] = []
+        self._calls = 0
+        self._validated: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the arena; local, and fine to call twice. The group stays with its maker."""
+        if self._closed is None:
+            self._closed = "it was closed"
+            self._memory.clear()
+
+    @property
+    def log(self) -> list[Launch] | None:
+        return self.executor.log
+
+    @log.setter
+    def log(self, log: list[Launch] | None) -> None:
+        self.executor.log = log
+
+    def memory(self, rank: int) -> RankMemory:
+        """The views of a hosted rank."""
+        if self._closed is not None:
+            raise ClosedError(f"context is closed: {self._closed}")
+        return self._memory[rank]
+
+    def measured_bytes(self) -> int:
+        """Bytes of a rank's arena as they lie in memory."""
+        memory = self.memory(self.group.hosted[0])
+        return memory.arenas_PB.untyped_storage().nbytes() // memory.arenas_PB.shape[0]
+
+    def peaks(self) -> dict[int, dict[str, int]]:
+        """For each hosted rank, its `Peak` words by lower-case name; a host read."""
+        return {
+            rank: {p.name.lower(): int(self.memory(rank).own("peaks")[p]) for p in Peak}
+            for rank in self.group.hosted
+        }
+
+    def counts(self, entry: int) -> Tensor:
+        """Rows that each rank sent to each expert in the last forward of `entry`, [P, E]; a copy."""
+        return self.memory(self.group.hosted[0]).own(f"counts_PE.{entry}").clone()
+
+    def poison(self) -> None:
+        """Fills what holds nothing (all but words and what awaits a backward) with NaN; a test aid."""
+        for rank in self.group.hosted:
+            memory = self.memory(rank)
+            kept = [memory.own(r.name).reshape(-1).view(torch.uint8).clone() if keep else None
+                    for r in self.plan.regions.values() for keep in [self._keeps(r.name, r.part)]]  # fmt: skip
+            memory.arena_B.fill_(0xFF)
+            for region, bytes_ in zip(self.plan.regions.values(), kept, strict=True):
+                if bytes_ is not None:
+                    memory.own(region.name).reshape(-1).view(torch.uint8).copy_(bytes_)
+
+    def _keeps(self, name: str, part: str) -> bool:
+        entry = name.rpartition(".")[2]
+        return (
+            (part in ("words", "slot")
+            and (part == "words" or bool(self._held)))
+            or (entry.isdigit() and int(entry) in self._held)
+        )
+
+    def check(self) -> None:
+        """Raises what ranks agreed was wrong since the last check; the same on every rank."""
+        for rank in self.group.hosted:
+            memory = self.memory(rank)
+            words = memory.own("first_error").tolist()
+            if words[Decide.CODE] != Code.OK:
+                text = bytes(memory.own("error_text").tolist()).rstrip(b"\0").decode()
+                for other in self.group.hosted:
+                    self.memory(other).own("first_error").zero_()
+                found = failure(words, text, self.config)
+                assert found is not None
+                raise found
+
+    def take_entry(self, saves: bool) -> int | None:
+        """A free layer entry for a forward; None if every one awaits its backward."""
+        while self._dropped:
+            self.free_entry(self._dropped.pop())
+        if not saves:
+            return self.plan.entries - 1
+        free = [i for i in range(self.config.layers) if i not in self._held]
+        if not free:
+            return None
+        self._held.add(free[0])
+        return free[0]
+
+    def free_entry(self, entry: int) -> None:
+        self._held.discard(entry)
+        if self._closed is None:
+            for rank in self.group.hosted:
+                self.memory(rank).own("decisions")[entry, Decide.END] = 0
+
+    def drop_entry(self, entry: int) -> None:
+        """The graph that held the entry went away without a backward; freed at the next forward."""
+        if self._closed is None and entry in self._held:
+            self._dropped.append(entry)
+
+    def run(self, kind: int, steps: Sequence[Step], problem: str | None) -> None:
+        """One call on the hosted ranks. `problem`: what the host found wrong, which every rank
+        then raises; ops are no-ops in such a call, but it meets every barrier."""
+        self._calls += 1
+        for step in steps:
+            self._announce(step, kind, problem)
+        try:
+            for part in load_pipeline(self.config.pipeline)[kind]:
+                began = time.perf_counter()
+                self._part(part, steps)
+                if self.timer is not None:
+                    self.timer(part.name if isinstance(part, Phase | Barrier)
+                               else type(part).__name__, time.perf_counter() - began)  # fmt: skip
+        except BaseException as error:
+            # Peers wait for this rank: let them know now, not when their time is up.
+            self.group.abort(f"{type(error).__name__}: {error}")
+            self._closed = f"a call failed: {type(error).__name__}: {error}"
+            self._memory.clear()
+            raise
+        always = self.config.validate == "always" or problem is not None
+        if always or (self.config.validate == "first" and kind not in self._validated):
+            self._validated.add(kind)
+            self.check()
+
+    def _announce(self, step: Step, kind: int, problem: str | None) -> None:
+        head = [0] * step.own("head").shape[0]
+        head[Head.KIND], head[Head.ENTRY], head[Head.CALL] = kind, step.entry, self._calls
+        if problem is not None:
+            head[Head.CODE] = int(Code.HOST)
+            text = problem.encode()[: step.own("text").shape[0]]
+            step.own("text").zero_()[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        step.own("head").copy_(torch.tensor(head))
+
+    def _part(self, part: Any, steps: Sequence[Step]) -> None:
+        if isinstance(part, Phase):
+            with torch.no_grad():
+                for step in steps:
+                    part.run(step)
+        elif isinstance(part, Barrier):
+            self.group.barrier(part.name)
+        elif isinstance(part, Gather):
+            for own, everyone in part.pairs:
+                if own == "head" or self._in_step(steps[0]):
+                    self.group.all_gather([(s.own(own), s.own(everyone)) for s in steps])
+        elif isinstance(part, AllToAll) and self._in_step(steps[0]):
+            cuts = [splits(step, part.back) for step in steps]
+            self.group.all_to_all(
+                [(s.own(part.send), out, s.own(part.receive), into)
+                 for s, (out, into) in zip(steps, cuts, strict=True)]
+            )  # fmt: skip
+
+    def _in_step(self, step: Step) -> bool:
+        """Whether all ranks are in the same call, by the heads just gathered; else their further
+        collectives would not match."""
+        calls_PH = step.own("heads_PH")[:, Head.KIND : Head.CALL + 1]
+        return bool((calls_PH == calls_PH[0]).all())
+
+
+def load_pipeline(name: str) -> tuple[Pipeline, Pipeline]:
+    """Forward and backward of a pipeline by name."""
+    module = importlib.import_module(f"workbench.moe.pipelines.{name}")
+    return module.FORWARD, module.BACKWARD
+
+
+def create_context(config: MoEConfig, group: PeerGroup) -> Context:
+    """The context of a group for layers of one shape. Collective: every rank calls it alike.
+
+    Raises InputError where config and group do not fit, or ranks gave different configs, and
+    MemoryError where the arena cannot be had; each on every rank.
+    """
+    if config.ep != group.size:
+        problem: str | None = f"ep={config.ep} must be the size of the group, {group.size}"
+    elif config.pipeline != "alltoall" and not group.sees_peers:
+        problem = (
+            f"pipeline={config.pipeline!r} must have a group that sees its peers' memory, which"
+            f" group={group.kind!r} does not; use 'alltoall'"
+        )
+    elif group.kind == "nvlink":
+        problem = f"executor={config.executor!r} cannot follow peers' addresses in group='nvlink'"
+    else:
+        problem = None
+    everyone = group.gather_objects((dataclasses.asdict(config), problem))
+    problems = [found for _, found in everyone if found is not None]
+    if problems:
+        raise InputError(problems[0])
+    for name, value in everyone[0][0].items():
+        for rank, (other, _) in enumerate(everyone):
+            if other[name] != value:
+                raise InputError(
+                    f"{name}={other[name]} on rank {rank} must be {value} as on rank 0"
+                )
+    return Context(config, group, plan_ours(config))
+
+
+def dry_run(config: MoEConfig, kind: int) -> list[Launch]:
+    """The launches of one forward (0) or backward (1) of a group, from shapes alone.
+
+    On fake tensors: nothing is allocated and no device value exists, so none can be branched on.
+    """
+    plan, log = plan_ours(config), Dry()
+    with FakeTensorMode():
+        arenas_PB = torch.empty(config.ep, plan.arena_bytes, dtype=torch.uint8)
+        bases_P = torch.empty(config.ep, dtype=torch.int64)
+        for part in load_pipeline(config.pipeline)[kind]:
+            for rank in range(config.ep):
+                step = make_step(
+                    config, RankMemory(plan, arenas_PB, bases_P, rank), log, rank, entry=0,
+                    saves=config.training,
+                )  # fmt: skip
+                step.x_TD, step.ids_TK, step.scores_TK, step.w13_E2FD, step.w2_EDF = fake_inputs(
+                    config
+                )
+                add_outputs(step, kind, weights=(True, True))
+                if isinstance(part, Phase):
+                    part.run(step)
+    return log.log
+
+
+def make_step(
+    config: MoEConfig, memory: RankMemory, executor: Executor, rank: int, entry: int, saves: bool
+) -> Step:
+    return Step(config=config, plan=memory.plan, memory=memory, executor=executor, rank=rank,
+                entry=entry, saves=saves)  # fmt: skip
+
+
+def fake_inputs(config: MoEConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised inputs of one rank: x, ids, scores, w13, w2."""
+    c, dtype = config, getattr(torch, config.dtype)
+    return (
+        torch.empty(c.T, c.D, dtype=dtype),
+        torch.empty(c.T, c.K, dtype=torch.int64),
+        torch.empty(c.T, c.K, dtype=torch.float32),
+        torch.empty(c.local_experts, 2 * c.F, c.D, dtype=dtype),
+        torch.empty(c.local_experts, c.D, c.F, dtype=dtype),
+    )
+
+
+def add_outputs(step: Step, kind: int, weights: tuple[bool, bool]) -> None:
+    """Uninitialised outputs of a call; `weights` says whether w13 and w2 want a gradient."""
+    c, dtype = step.config, getattr(torch, step.config.dtype)
+    if kind == FORWARD:
+        step.y_TD = torch.empty(c.T, c.D, dtype=dtype)
+        return
+    step.dy_TD = torch.empty(c.T, c.D, dtype=dtype) if step.dy_TD is None else step.dy_TD
+    step.dx_TD = torch.empty(c.T, c.D, dtype=dtype)
+    step.dscores_TK = torch.empty(c.T, c.K, dtype=torch.float32)
+    if weights[0]:
+        step.dw13_E2FD = torch.empty(c.local_experts, 2 * c.F, c.D, dtype=dtype)
+    if weights[1]:
+        step.dw2_EDF = torch.empty(c.local_experts, c.D, c.F, dtype=dtype)
+
+
+__all__ = ["BACKWARD", "FORWARD", "Context", "VirtualGroup", "create_context", "dry_run"]

@@ -1,0 +1,325 @@
+"""Peer groups: who the ranks are, whose memory they see, and where they meet.
+
+`virtual`: all ranks in this process. `shared`: one process per rank on one machine, every arena
+mapped by every rank, gloo for control. `nvlink`: one GPU per rank in torch's symmetric memory.
+`collective`: no peer's memory is seen, only collectives (for `alltoall` across machines).
+
+Legend: P ranks of the group, V ranks that this process hosts, B bytes of an arena.
+"""
+
+import datetime
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workbench.errors import InputError
+from workbench.moe.failures import ClosedError, PeerError
+
+Splits = Sequence[int]
+
+
+class PeerGroup(Protocol):
+    """What a context needs of its peers. All methods but `close` and `abort` are collective."""
+
+    kind: str
+    size: int
+    hosted: tuple[int, ...]
+    """Ranks whose phases run in this process."""
+    sees_peers: bool
+    """Whether a rank can read and write its peers' arenas."""
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        """Arenas uint8 [P, B] (only the own rank's row where peers are not seen, so [1, B]) and
+        the base address of each, int64 [P or 1]. Zeroed."""
+
+    def barrier(self, where: str) -> None:
+        """Returns when every rank has come; PeerError names those that have not."""
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """For each hosted rank (own [*s], all [P, *s]): all[p] = own of rank p."""
+
+    def all_to_all(self, parts: Sequence[tuple[Tensor, Splits, Tensor, Splits]]) -> None:
+        """For each hosted rank (send, rows to each rank, receive, rows from each rank)."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """`value` of each process."""
+
+    def abort(self, reason: str) -> None:
+        """Leaves the group for good, so that peers that wait find out at once."""
+
+    def close(self) -> None:
+        """Frees what the group allocated; not collective."""
+
+
+class VirtualGroup:
+    """All `size` ranks in this process, stepped from barrier to barrier."""
+
+    kind, sees_peers = "virtual", True
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise InputError(f"size={size} must be at least 1")
+        self.size = size
+        self.hosted = tuple(range(size))
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        arenas_PB = torch.zeros(self.size, nbytes, dtype=torch.uint8)
+        return arenas_PB, _bases(arenas_PB)
+
+    def barrier(self, where: str) -> None:
+        """Nothing to do: a phase has run on every rank before the next one starts."""
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for _, everyone in pairs:
+            for p, (own, _) in enumerate(pairs):
+                everyone[p].copy_(own)
+
+    def all_to_all(self, parts: Sequence[tuple[Tensor, Splits, Tensor, Splits]]) -> None:
+        sent = [send[: sum(splits)].split(list(splits)) for send, splits, _, _ in parts]
+        for rank, (_, _, receive, splits) in enumerate(parts):
+            if sum(splits):
+                torch.cat([rows[rank] for rows in sent], out=receive[: sum(splits)])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def abort(self, reason: str) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """The arenas go with their context."""
+
+
+class CollectiveGroup:
+    """One process per rank of a torch.distributed group; peers' memory is not seen.
+
+    Makes its own gloo group from the ranks of `process_group` (default: all), so it is collective.
+    """
+
+    kind, sees_peers = "collective", False
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0
+    ) -> None:
+        if not dist.is_initialized():
+            raise InputError(
+                f"group={self.kind!r} needs torch.distributed: start the ranks with torchrun and"
+                " call torch.distributed.init_process_group('gloo')"
+            )
+        self.timeout_s = timeout_s
+        self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self.size = len(self._ranks)
+        self.hosted = (self._ranks.index(dist.get_rank()),)
+        self._closed: str | None = None
+        self._control: dist.ProcessGroup | None = dist.new_group(
+            self._ranks,
+            backend="gloo",
+            timeout=datetime.timedelta(seconds=timeout_s),
+            use_local_synchronization=True,
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.hosted[0]
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        arenas_1B = torch.zeros(1, nbytes, dtype=torch.uint8)
+        return arenas_1B, _bases(arenas_1B)
+
+    def barrier(self, where: str) -> None:
+        with self._meeting(where) as control:
+            dist.barrier(group=control)
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        ((own, everyone),) = pairs
+        with self._meeting("all_gather") as control:
+            dist.all_gather_into_tensor(everyone.view(-1), own.reshape(-1), group=control)
+
+    def all_to_all(self, parts: Sequence[tuple[Tensor, Splits, Tensor, Splits]]) -> None:
+        ((send, sends, receive, receives),) = parts
+        with self._meeting("all_to_all") as control:
+            dist.all_to_all_single(
+                receive[: sum(receives)],
+                send[: sum(sends)],
+                list(receives),
+                list(sends),
+                group=control,
+            )
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        with self._meeting("gather_objects") as control:
+            dist.all_gather_object(values, value, group=control)
+        return values
+
+    def abort(self, reason: str) -> None:
+        """Closes the connections, which peers in a barrier see at once."""
+        if self._closed is None:
+            self._closed = reason
+            control, self._control = self._control, None
+            if control is not None:
+                dist.destroy_process_group(control)
+
+    def close(self) -> None:
+        self.abort("it was closed")
+
+    def _meeting(self, where: str) -> "_Meeting":
+        if self._control is None:
+            raise ClosedError(f"group is closed: {self._closed}")
+        return _Meeting(self, where)
+
+    def missing(self) -> str:
+        """Who has not come to the meeting, as text; what the group cannot know it does not say."""
+        return "a peer died, failed or was late"
+
+
+class _Meeting:
+    """Turns whatever a collective raises into a PeerError, and closes the group."""
+
+    def __init__(self, group: CollectiveGroup, where: str) -> None:
+        self.group, self.where = group, where
+
+    def __enter__(self) -> dist.ProcessGroup:
+        assert self.group._control is not None
+        return self.group._control
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        text = (
+            f"rank {self.group.rank}: {self.group.missing()} at {self.where}"
+            f" (timeout_s={self.group.timeout_s:g}); the group is closed"
+        )
+        self.group.abort(text)
+        if isinstance(error, Exception):
+            raise PeerError(text) from error
+
+
+class SharedGroup(CollectiveGroup):
+    """One process per rank on one machine; every arena is mapped by every rank.
+
+    The memory has no name in a file system: rank 0 makes it and the others open it through rank
+    0's descriptor, so nothing can be left behind, whoever dies and when.
+    """
+
+    kind, sees_peers = "shared", True
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(process_group, timeout_s=timeout_s)
+        hosts = self.gather_objects((os.uname().nodename, os.getpid()))
+        self._pids = [pid for _, pid in hosts]
+        if len({host for host, _ in hosts}) > 1:
+            raise InputError(
+                f"group='shared' spans hosts {sorted({host for host, _ in hosts})}, must be on one;"
+                " use 'collective' with pipeline='alltoall'"
+            )
+        self._arrivals_P = self.allocate(8)[0].view(torch.int64)[:, 0]
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        total = self.size * nbytes
+        file = None
+        if self.rank == 0:
+            file = os.memfd_create("moe-workbench", os.MFD_CLOEXEC)
+            # Reserved now: a page that cannot be had later would be a SIGBUS.
+            reserved = _reserve(file, total)
+        else:
+            reserved = None
+        opened: int | None = None
+        try:
+            (maker, reserved, *_), *_ = self.gather_objects((file, reserved))
+            if reserved is not None:
+                raise MemoryError(f"shared memory: {total:,} bytes cannot be had: {reserved}")
+            opened = (
+                file
+                if file is not None
+                else os.open(f"/proc/{self._pids[0]}/fd/{maker}", os.O_RDWR | os.O_CLOEXEC)
+            )
+            view = mmap.mmap(opened, total)
+            self.gather_objects(None)
+        finally:
+            for descriptor in {file, opened} - {None}:
+                os.close(descriptor)  # type: ignore[arg-type]
+        arenas_PB = torch.frombuffer(view, dtype=torch.uint8).view(self.size, nbytes)
+        return arenas_PB, _bases(arenas_PB)
+
+    def barrier(self, where: str) -> None:
+        self._arrivals_P[self.rank] += 1
+        super().barrier(where)
+
+    def missing(self) -> str:
+        arrivals = self._arrivals_P.tolist()
+        late = [p for p, count in enumerate(arrivals) if count < arrivals[self.rank]]
+        dead = [p for p in range(self.size) if not _alive(self._pids[p])]
+        if dead:
+            return f"ranks {dead} died"
+        return f"ranks {late} did not come" if late else super().missing()
+
+
+class NvlinkGroup(CollectiveGroup):
+    """One GPU per rank; arenas in torch's symmetric memory, barriers on the device's stream.
+
+    Needs CUDA and an executor that follows peers' addresses; the torch executor's twins see the
+    own arena only, so `create_context` refuses it here.
+    """
+
+    kind, sees_peers = "nvlink", True
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise InputError("group='nvlink' needs a CUDA device; use 'shared' or 'virtual'")
+        super().__init__(process_group, timeout_s=timeout_s)
+        self._process_group = process_group or dist.group.WORLD
+        self._handle: Any = None
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
+        import torch.distributed._symmetric_memory as symmetric
+
+        arena_B = symmetric.empty(nbytes, dtype=torch.uint8, device="cuda").zero_()
+        # A rendezvous can hang where one rank cannot join: all say so first.
+        self.gather_objects(torch.cuda.current_device())
+        self._handle = symmetric.rendezvous(arena_B, self._process_group)
+        bases_P = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device="cuda")
+        return arena_B[None], bases_P
+
+    def barrier(self, where: str) -> None:
+        if self._handle is None:
+            super().barrier(where)
+        else:
+            self._handle.barrier(channel=0, timeout_ms=int(self.timeout_s * 1000))
+
+    def close(self) -> None:
+        self._handle = None
+        super().close()
+
+
+KINDS = {g.kind: g for g in (VirtualGroup, SharedGroup, NvlinkGroup, CollectiveGroup)}
+
+
+def _bases(arenas_PB: Tensor) -> Tensor:
+    return torch.arange(arenas_PB.shape[0]) * arenas_PB.stride(0) + arenas_PB.data_ptr()
+
+
+def _reserve(file: int, nbytes: int) -> str | None:
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and was not waited for does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,109 @@
+"""`alltoall`: the unfused baseline, all-to-all, grouped products, all-to-all.
+
+Forward: publish; gather heads, ids and scores; route table, decision, pack; all-to-all; W13,
+SwiGLU, W2; all-to-all back; unpack and sum over k. Backward mirrors it. Peers' memory is not
+touched, so it runs across machines. It keeps every layer: nothing is recomputed.
+"""
+
+from workbench.kernels.words import Decide
+from workbench.moe.pipelines.parts import AllToAll, Gather, Phase, Pipeline
+from workbench.moe.pipelines.standard import (
+    publish,
+    publish_grad,
+    sum_up,
+    sum_up_backward,
+    w2_wgrad,
+    w13_wgrad,
+)
+from workbench.moe.step import Step
+
+
+def pack(s: Step) -> None:
+    s.launch("route_table", ids=s.local("ids_PTK"), rank=s.rank, rank_R=s.own("rank_R"),
+             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"), counts_PE=s.own("counts_PE"))  # fmt: skip
+    item = s.own("x_TD").element_size()
+    s.launch("decide", heads=s.local("heads_PH"), counts_PE=s.own("counts_PE"),
+             decisions_L=s.own("decisions"), entry=s.entry, rank=s.rank,
+             rows_available=s.plan.rows_available, slot_at=s.offset("slot"),
+             slot_bytes=s.plan.slot_bytes, x_row_bytes=s.config.D * item,
+             h1_row_bytes=2 * s.config.F * item, x_scratch_at=s.offset("x_RD"),
+             h1_scratch_at=s.offset("h1_R2F"), saves=s.saves, texts=s.local("texts_PB"),
+             first_error=s.own("first_error"), error_text=s.own("error_text"),
+             peaks=s.own("peaks"))  # fmt: skip
+    s.launch("send_order", ids_TK=s.own("ids_TK"), decision=s.decision, order_N=s.own("order_N"))
+    s.launch("receive_order", rank_R=s.own("rank_R"), decision=s.decision,
+             position_R=s.own("position_R"))  # fmt: skip
+    s.launch("pack", rows_ND=s.own("x_TD"), order_N=s.own("order_N"), divisor=s.config.K,
+             decision=s.decision, send_ND=s.own("send_ND"))  # fmt: skip
+
+
+def experts(s: Step) -> None:
+    s.launch("dispatch_w13", x=s.local_rows("received_RD"), rank_R=None,
+             row_R=s.own("position_R"), divisor=1, starts_e=s.own("starts_e"),
+             w13_E2FD=s.w13_E2FD, arena_B=s.memory.arena_B, decision=s.decision, when=Decide.OK)  # fmt: skip
+    s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision,
+             starts_e=s.own("starts_e"), act_RF=s.own("act_RF"))  # fmt: skip
+    s.launch("w2_combine", act_RF=s.own("act_RF"), w2_EDF=s.w2_EDF, starts_e=s.own("starts_e"),
+             decision=s.decision, rank_R=None, row_R=s.own("position_R"),
+             rows_RD=s.own("rows_RD"), out=s.local_rows("received_RD"))  # fmt: skip
+
+
+def unpack(s: Step) -> None:
+    s.launch("unpack", received_ND=s.own("send_ND"), order_N=s.own("order_N"),
+             decision=s.decision, out_ND=s.own("rows_TKD"))  # fmt: skip
+    sum_up(s)
+
+
+def pack_grad(s: Step) -> None:
+    s.launch("decide_backward", heads=s.local("heads_PH"), decision=s.decision,
+             texts=s.local("texts_PB"), first_error=s.own("first_error"),
+             error_text=s.own("error_text"))  # fmt: skip
+    s.launch("pack", rows_ND=s.own("dy_TD"), order_N=s.own("order_N"), divisor=s.config.K,
+             decision=s.decision, send_ND=s.own("send_ND"))  # fmt: skip
+
+
+def experts_backward(s: Step) -> None:
+    starts_e, position_R = s.own("starts_e"), s.own("position_R")
+    s.launch("w2_dgrad", dy=s.local_rows("received_RD"), rank_R=None, row_R=position_R, divisor=1,
+             starts_e=starts_e, w2_EDF=s.w2_EDF, decision=s.decision, dy_RD=s.own("rows_RD"),
+             g_RF=s.own("g_RF"))  # fmt: skip
+    s.launch("swiglu_backward", arena_B=s.memory.arena_B, decision=s.decision, starts_e=starts_e,
+             rank_R=s.own("rank_R"), row_R=s.own("slot_R"), scores=s.local("scores_PN1"),
+             g_RF=s.own("g_RF"), dscores=s.local_rows("received_R1"), back_rank_R=None,
+             back_row_R=position_R, act_RF=s.own("act_RF"))  # fmt: skip
+    w2_wgrad(s)
+    s.launch("w13_dgrad_combine", arena_B=s.memory.arena_B, w13_E2FD=s.w13_E2FD,
+             starts_e=starts_e, decision=s.decision, rank_R=None, row_R=position_R,
+             rows_RD=s.own("rows_RD"), out=s.local_rows("received_RD"))  # fmt: skip
+    w13_wgrad(s)
+
+
+def unpack_grad(s: Step) -> None:
+    for sent, out in (("send_ND", "rows_TKD"), ("send_N1", "dscores_N1")):
+        s.launch("unpack", received_ND=s.own(sent), order_N=s.own("order_N"),
+                 decision=s.decision, out_ND=s.own(out))  # fmt: skip
+    sum_up_backward(s)
+
+
+_HEADS = Gather((("head", "heads_PH"), ("text", "texts_PB")))
+
+FORWARD: Pipeline = (
+    Phase("publish", publish),
+    _HEADS,
+    Gather((("ids_TK", "ids_PTK"), ("scores_N1", "scores_PN1"))),
+    Phase("pack", pack),
+    AllToAll("send_ND", "received_RD"),
+    Phase("experts", experts),
+    AllToAll("received_RD", "send_ND", back=True),
+    Phase("sum", unpack),
+)
+BACKWARD: Pipeline = (
+    Phase("publish_grad", publish_grad),
+    _HEADS,
+    Phase("pack_grad", pack_grad),
+    AllToAll("send_ND", "received_RD"),
+    Phase("experts_backward", experts_backward),
+    AllToAll("received_RD", "send_ND", back=True),
+    AllToAll("received_R1", "send_N1", back=True),
+    Phase("sum_backward", unpack_grad),
+)

@@ -1,0 +1,113 @@
+"""`standard`: fused dispatch and combine over peers' memory.
+
+Forward: publish; barrier; route table, decision, dispatch + W13, SwiGLU, W2 + combine; barrier;
+sum over k. Backward: publish dy; barrier; the forward producers again if need be, W2 dgrad with
+gather, SwiGLU backward with the score gradient, W2 wgrad, W13 dgrad with scatter, W13 wgrad;
+barrier; sum over k.
+
+The rows of dy are gathered as they are. Their scores are applied in SwiGLU's backward, where the
+score gradient is act . (dy @ w2) of a row: no route outputs are kept for it, none are made again,
+and it is right at a score of zero too.
+"""
+
+from workbench.kernels.words import Decide
+from workbench.moe.pipelines.parts import Barrier, Phase, Pipeline
+from workbench.moe.step import Step
+
+
+def publish(s: Step) -> None:
+    s.launch("publish", x_TD=s.x_TD, ids_TK=s.ids_TK, scores_TK=s.scores_TK,
+             x_out_TD=s.own("x_TD"), ids_out_TK=s.own("ids_TK"),
+             scores_out_TK=s.own("scores_N1").view(s.config.T, s.config.K),
+             head=s.own("head"), num_experts=s.config.E)  # fmt: skip
+
+
+def experts(s: Step) -> None:
+    s.launch("route_table", ids=s.peers("ids_TK"), rank=s.rank, rank_R=s.own("rank_R"),
+             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"), counts_PE=s.own("counts_PE"))  # fmt: skip
+    item = s.own("x_TD").element_size()
+    s.launch("decide", heads=s.peers("head"), counts_PE=s.own("counts_PE"),
+             decisions_L=s.own("decisions"), entry=s.entry, rank=s.rank,
+             rows_available=s.plan.rows_available, slot_at=s.offset("slot"),
+             slot_bytes=s.plan.slot_bytes, x_row_bytes=s.config.D * item,
+             h1_row_bytes=2 * s.config.F * item, x_scratch_at=s.offset("x_RD"),
+             h1_scratch_at=s.offset("h1_R2F"), saves=s.saves, texts=s.peers("text"),
+             first_error=s.own("first_error"), error_text=s.own("error_text"),
+             peaks=s.own("peaks"))  # fmt: skip
+    dispatch(s, Decide.OK)
+    s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision,
+             starts_e=s.own("starts_e"), act_RF=s.own("act_RF"))  # fmt: skip
+    s.launch("w2_combine", act_RF=s.own("act_RF"), w2_EDF=s.w2_EDF, starts_e=s.own("starts_e"),
+             decision=s.decision, rank_R=s.own("rank_R"), row_R=s.own("slot_R"),
+             rows_RD=s.own("rows_RD"), out=s.peers("rows_TKD"))  # fmt: skip
+
+
+def dispatch(s: Step, when: Decide) -> None:
+    s.launch("dispatch_w13", x=s.peers("x_TD"), rank_R=s.own("rank_R"), row_R=s.own("slot_R"),
+             divisor=s.config.K, starts_e=s.own("starts_e"), w13_E2FD=s.w13_E2FD,
+             arena_B=s.memory.arena_B, decision=s.decision, when=when)  # fmt: skip
+
+
+def sum_up(s: Step) -> None:
+    s.launch("sum_k", rows_TKD=s.own("rows_TKD").view(s.config.T, s.config.K, s.config.D),
+             scores_TK=s.own("scores_N1").view(s.config.T, s.config.K), decision=s.decision,
+             out_TD=s.y_TD)  # fmt: skip
+
+
+def publish_grad(s: Step) -> None:
+    s.launch("publish_grad", dy_TD=s.dy_TD, dy_out_TD=s.own("dy_TD"), head=s.own("head"))
+
+
+def experts_backward(s: Step) -> None:
+    s.launch("decide_backward", heads=s.peers("head"), decision=s.decision, texts=s.peers("text"),
+             first_error=s.own("first_error"), error_text=s.own("error_text"))  # fmt: skip
+    dispatch(s, Decide.RECOMPUTE)
+    rank_R, slot_R, starts_e = s.own("rank_R"), s.own("slot_R"), s.own("starts_e")
+    s.launch("w2_dgrad", dy=s.peers("dy_TD"), rank_R=rank_R, row_R=slot_R, divisor=s.config.K,
+             starts_e=starts_e, w2_EDF=s.w2_EDF, decision=s.decision, dy_RD=s.own("rows_RD"),
+             g_RF=s.own("g_RF"))  # fmt: skip
+    s.launch("swiglu_backward", arena_B=s.memory.arena_B, decision=s.decision, starts_e=starts_e,
+             rank_R=rank_R, row_R=slot_R, scores=s.peers("scores_N1"), g_RF=s.own("g_RF"),
+             dscores=s.peers("dscores_N1"), back_rank_R=rank_R, back_row_R=slot_R,
+             act_RF=s.own("act_RF"))  # fmt: skip
+    w2_wgrad(s)
+    s.launch("w13_dgrad_combine", arena_B=s.memory.arena_B, w13_E2FD=s.w13_E2FD,
+             starts_e=starts_e, decision=s.decision, rank_R=rank_R, row_R=slot_R,
+             rows_RD=s.own("rows_RD"), out=s.peers("rows_TKD"))  # fmt: skip
+    w13_wgrad(s)
+
+
+def w2_wgrad(s: Step) -> None:
+    if s.dw2_EDF is not None:
+        s.launch("w2_wgrad", dy_RD=s.own("rows_RD"), act_RF=s.own("act_RF"),
+                 starts_e=s.own("starts_e"), decision=s.decision, dw2_EDF=s.dw2_EDF)  # fmt: skip
+
+
+def w13_wgrad(s: Step) -> None:
+    if s.dw13_E2FD is not None:
+        s.launch("w13_wgrad", arena_B=s.memory.arena_B, starts_e=s.own("starts_e"),
+                 decision=s.decision, dw13_E2FD=s.dw13_E2FD)  # fmt: skip
+
+
+def sum_up_backward(s: Step) -> None:
+    s.launch("sum_k", rows_TKD=s.own("rows_TKD").view(s.config.T, s.config.K, s.config.D),
+             scores_TK=None, decision=s.decision, out_TD=s.dx_TD)  # fmt: skip
+    s.launch("take_dscores", dscores_TK=s.own("dscores_N1").view(s.config.T, s.config.K),
+             decision=s.decision, out_TK=s.dscores_TK)  # fmt: skip
+    s.launch("release", decision=s.decision)
+
+
+FORWARD: Pipeline = (
+    Phase("publish", publish),
+    Barrier("published"),
+    Phase("experts", experts),
+    Barrier("combined"),
+    Phase("sum", sum_up),
+)
+BACKWARD: Pipeline = (
+    Phase("publish_grad", publish_grad),
+    Barrier("published"),
+    Phase("experts_backward", experts_backward),
+    Barrier("combined"),
+    Phase("sum_backward", sum_up_backward),
+)

@@ -1,0 +1,149 @@
+"""One rank in one call: its memory, its tensors, and the launches that phases make of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from workbench.kernels.memory import Peers
+from workbench.moe.config import MoEConfig
+from workbench.moe.plan_ours import OursPlan
+
+
+class Executor(Protocol):
+    """Runs ops by name; the ops' arguments are those of the twins in `kernels`."""
+
+    def launch(self, op: str, rank: int, arguments: dict[str, Any]) -> None: ...
+
+
+class RankMemory:
+    """The views that the plan lays into the arenas, for one rank; made once, on first use.
+
+    `arenas_PB` is uint8 [P, B], or [1, B] where peers are not seen; `row` is the own row in it.
+    """
+
+    def __init__(self, plan: OursPlan, arenas_PB: Tensor, bases_P: Tensor, row: int) -> None:
+        self.plan, self.row = plan, row
+        self.arenas_PB, self.bases_P = arenas_PB, bases_P
+        # The same bytes as another storage: torch refuses to read a table of all ranks' rows and
+        # to write between them, as it compares the outer bounds.
+        self._window_PB = _alias(arenas_PB)
+        self._own: dict[str, Tensor] = {}
+        self._peers: dict[str, Peers] = {}
+
+    @property
+    def arena_B(self) -> Tensor:
+        return self.arenas_PB[self.row]
+
+    def own(self, name: str) -> Tensor:
+        """This rank's region."""
+        if name not in self._own:
+            self._own[name] = self._all(name, self.arenas_PB)[self.row]
+        return self._own[name]
+
+    def peers(self, name: str) -> Peers:
+        """The region on every rank."""
+        if name not in self._peers:
+            offset = self.plan.regions[name].offset
+            self._peers[name] = Peers(
+                all_P=self._all(name, self._window_PB), bases_P=self.bases_P, offset=offset
+            )
+        return self._peers[name]
+
+    def local(self, name: str) -> Peers:
+        """A region of this rank whose first axis stands for the ranks."""
+        key = f"{name} as local"
+        if key not in self._peers:
+            region, own = self.plan.regions[name], self.own(name)
+            step = own.stride(0) * own.element_size()
+            bases = self.bases_P[self.row] + torch.arange(own.shape[0]) * step
+            self._peers[key] = Peers(all_P=own, bases_P=bases, offset=region.offset)
+        return self._peers[key]
+
+    def local_rows(self, name: str) -> Peers:
+        """A region of this rank as the buffer of a group of one."""
+        key = f"{name} as rows"
+        if key not in self._peers:
+            self._peers[key] = Peers(
+                all_P=self.own(name)[None],
+                bases_P=self.bases_P[self.row : self.row + 1],
+                offset=self.plan.regions[name].offset,
+            )
+        return self._peers[key]
+
+    def _all(self, name: str, arenas_PB: Tensor) -> Tensor:
+        region = self.plan.regions[name]
+        dtype: torch.dtype = getattr(torch, region.dtype)
+        flat = arenas_PB[:, region.offset : region.offset + region.nbytes].view(dtype)
+        return flat.unflatten(1, region.shape)
+
+
+def _alias(arenas_PB: Tensor) -> Tensor:
+    if isinstance(arenas_PB, FakeTensor):
+        return arenas_PB
+    return torch.from_numpy(arenas_PB.numpy())
+
+
+@dataclass
+class Step:
+    """What a phase is given. Region names of a layer entry are asked for without their number.
+
+    Tensors of the call are None where the call has none: a forward has no dy.
+    """
+
+    config: MoEConfig
+    plan: OursPlan
+    memory: RankMemory
+    executor: Executor
+    rank: int
+    entry: int
+    saves: bool
+    x_TD: Tensor | None = None
+    ids_TK: Tensor | None = None
+    scores_TK: Tensor | None = None
+    w13_E2FD: Tensor | None = None
+    w2_EDF: Tensor | None = None
+    y_TD: Tensor | None = None
+    dy_TD: Tensor | None = None
+    dx_TD: Tensor | None = None
+    dscores_TK: Tensor | None = None
+    dw13_E2FD: Tensor | None = None
+    dw2_EDF: Tensor | None = None
+
+    def launch(self, op: str, **arguments: Any) -> None:
+        self.executor.launch(op, self.rank, arguments)
+
+    def own(self, name: str) -> Tensor:
+        return self.memory.own(self._named(name))
+
+    def peers(self, name: str) -> Peers:
+        return self.memory.peers(self._named(name))
+
+    def local(self, name: str) -> Peers:
+        return self.memory.local(self._named(name))
+
+    def local_rows(self, name: str) -> Peers:
+        return self.memory.local_rows(self._named(name))
+
+    @property
+    def decision(self) -> Tensor:
+        return self.memory.own("decisions")[self.entry]
+
+    def offset(self, name: str) -> int:
+        return self.plan.regions[name].offset
+
+    def _named(self, name: str) -> str:
+        return name if name in self.plan.regions else f"{name}.{self.entry}"
+
+
+def splits(step: Step, back: bool) -> tuple[Sequence[int], Sequence[int]]:
+    """Rows sent to and received from each rank; nothing where the call does not run."""
+    ranks = step.config.ep
+    if not step.decision[0]:
+        return [0] * ranks, [0] * ranks
+    counts_PPe = step.own("counts_PE").view(ranks, ranks, -1).sum(2)
+    out, into = counts_PPe[step.rank].tolist(), counts_PPe[:, step.rank].tolist()
+    return (into, out) if back else (out, into)
