@@ -59,22 +59,25 @@ def target_of(device: torch.device) -> Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One kernel launch. `args` are integers; names that end in `_at` are addresses in bytes.
-
-    `keep` holds workspace that must live until the launch is queued.
-    """
+    """One kernel launch. Arguments that end in `_at` are addresses in bytes: the kernel is given
+    that of the tensor's first element, or 0 for None. Tensors live as long as the launch."""
 
     kernel: Any
     grid: int
-    args: dict[str, int]
+    args: dict[str, int | Tensor | None]
     constants: dict[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
-    keep: tuple[Tensor, ...] = ()
 
     @property
     def name(self) -> str:
         return str(self.kernel.fn.__name__)
+
+    @property
+    def integers(self) -> dict[str, int]:
+        """`args` as the kernel takes them."""
+        return {name: value if isinstance(value, int) else address(value)
+                for name, value in self.args.items()}  # fmt: skip
 
     def run(self) -> None:
         options = {} if INTERPRET.value else {
@@ -82,7 +85,7 @@ class Launch:
             # A product and a sum are rounded one after the other, as in the twins.
             "enable_fp_fusion": False,
         }  # fmt: skip
-        self.kernel[(self.grid,)](**self.args, **self.constants, **options)
+        self.kernel[(self.grid,)](**self.integers, **self.constants, **options)
 
 
 HostEntry = Callable[..., list[Launch]]

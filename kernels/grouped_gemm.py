@@ -147,7 +147,7 @@ def _product(task, a, b, a_rows, bases_at, offset, rank_at, row_at, out, a_tiles
 @triton.jit
 def grouped_gemm_kernel(
     arena_at, decision_at, a_at, b_at, out_at, bases_at, offset, rank_at, row_at, divisor,
-    tasks_at, counts_at, counters_at, products_at, E, N, K,
+    tasks_at, counts_at, counters_at, first_product, E, N, K,
     A_WORD: tl.constexpr, OUT_WORD: tl.constexpr, ROWS_WORD: tl.constexpr,
     GATHERS: tl.constexpr, SCATTER: tl.constexpr, MERGED: tl.constexpr,
     B_NK: tl.constexpr, A_TMA: tl.constexpr, B_TMA: tl.constexpr, VECTOR: tl.constexpr,
@@ -218,7 +218,7 @@ def grouped_gemm_kernel(
                     signal(counters + signals, "gpu")
         else:
             for i in tl.range(program - GATHERERS, products, programs - GATHERERS):
-                task = tasks + (products_at + i) * 8
+                task = tasks + (first_product + i) * 8
                 if GATHERS:
                     wait(counters + tl.load(task + 5), tl.load(task + 6), "gpu")
                 _product(task, a, b, rows, bases_at, offset, rank_at, row_at, out,
@@ -262,14 +262,12 @@ def grouped_gemm(
     aligned = in_16_bytes(*map(address, tensors), peers.offset)
     pitches = in_16_bytes(K * size, N * size, address(weights))
     args = {
-        "arena_at": address(arena_B), "decision_at": address(decision),
-        "a_at": address(a) if isinstance(a, Tensor) else 0, "b_at": address(weights),
-        "out_at": address(out) if isinstance(out, Tensor) else 0,
-        "bases_at": address(peers.bases_P), "offset": peers.offset,
-        "rank_at": address(rank_R), "row_at": address(row_R), "divisor": divisor,
-        "tasks_at": address(table.tasks), "counts_at": address(table.counts),
-        "counters_at": address(table.counters), "products_at": table.products_at,
-        "E": E, "N": N, "K": K,
+        "arena_at": arena_B, "decision_at": decision,
+        "a_at": a if isinstance(a, Tensor) else None, "b_at": weights,
+        "out_at": out if isinstance(out, Tensor) else None, "bases_at": peers.bases_P,
+        "offset": peers.offset, "rank_at": rank_R, "row_at": row_R, "divisor": divisor,
+        "tasks_at": table.tasks, "counts_at": table.counts, "counters_at": table.counters,
+        "first_product": table.products_at, "E": E, "N": N, "K": K,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "A_WORD": -1 if isinstance(a, Tensor) else int(a),
@@ -285,8 +283,7 @@ def grouped_gemm(
         "GK": choice.GK, "GATHERERS": choice.gatherers,
     }  # fmt: skip
     product = Launch(kernel=grouped_gemm_kernel, grid=choice.programs, args=args,
-                     constants=constants, num_warps=choice.warps, num_stages=choice.stages,
-                     keep=(table.tasks, table.counts, table.counters))  # fmt: skip
+                     constants=constants, num_warps=choice.warps, num_stages=choice.stages)  # fmt: skip
     return [table.launch, product]
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import Launch, Target, address, cdiv, pointer, word
+from .device import Launch, Target, cdiv, pointer, word
 from .words import Decide
 
 
@@ -123,7 +123,7 @@ def task_table_torch(
 
 @triton.jit
 def task_table_kernel(
-    starts_at, decision_at, tasks_at, counts_at, counters_at, experts, products_at,
+    starts_at, decision_at, tasks_at, counts_at, counters_at, experts, products,
     WHEN: tl.constexpr, OK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr,
     EXPERTS: tl.constexpr, PARTS_2: tl.constexpr, COLUMNS_2: tl.constexpr,
@@ -158,10 +158,10 @@ def task_table_kernel(
         group = tl.minimum(tiles - first, GROUP)
         if MERGED:
             gathers = first * (PARTS + COLUMNS)
-            products = gathers + group * PARTS
+            products_from = gathers + group * PARTS
         else:
             gathers = first * PARTS
-            products = products_at + first * COLUMNS
+            products_from = products + first * COLUMNS
         if PARTS > 0:
             part = tl.arange(0, PARTS_2)
             each: tl.constexpr = (BLOCK + PARTS - 1) // PARTS
@@ -177,7 +177,7 @@ def task_table_kernel(
             tl.store(task + 6, 0, mask=fits)
             tl.store(task + 7, tile, mask=fits)
         column = tl.arange(0, COLUMNS_2)
-        task = pointer(tasks_at, tl.int32) + 8 * (products + column * group + tile - first)
+        task = pointer(tasks_at, tl.int32) + 8 * (products_from + column * group + tile - first)
         fits = column < COLUMNS
         tl.store(task, 1, mask=fits)
         tl.store(task + 1, expert, mask=fits)
@@ -213,16 +213,15 @@ def task_table(
     launch = Launch(
         kernel=task_table_kernel,
         grid=tiles,
-        args={"starts_at": address(starts_e), "decision_at": address(decision),
-              "tasks_at": address(tasks), "counts_at": address(counts),
-              "counters_at": address(counters), "experts": experts, "products_at": at},
+        args={"starts_at": starts_e, "decision_at": decision, "tasks_at": tasks,
+              "counts_at": counts, "counters_at": counters, "experts": experts,
+              "products": at},
         constants={"WHEN": int(when), "OK": int(Decide.OK), "BLOCK": shape.block,
                    "PARTS": shape.parts, "COLUMNS": shape.columns, "GROUP": shape.group,
                    "MERGED": shape.merged, "EXPERTS": triton.next_power_of_2(experts),
                    "PARTS_2": triton.next_power_of_2(max(shape.parts, 1)),
                    "COLUMNS_2": triton.next_power_of_2(shape.columns)},
         num_warps=1,
-        keep=(tasks, counts, counters),
     )  # fmt: skip
     return Table(tasks=tasks, counts=counts, counters=counters, products_at=at, launch=launch)
 
