@@ -26,9 +26,9 @@ def dispatch_w13_torch(
 ) -> None:
     """x_RD[r] = x[rank_R[r], row_R[r] // divisor]; h1_R2F = x_RD @ w13[expert].T, FP32 inside.
 
-    x: [P, N, D]. rank_R (None: the only rank), row_R: integers, the source of each row. starts_e: int64 [E + 1]. x_RD and
-    h1_R2F are written into the own arena where `decision` says. A no-op unless its words OK and
-    `when` are set.
+    x: [P, N, D]. rank_R (None: the only rank), row_R: integers, the source of each row.
+    starts_e: int64 [E + 1]. x_RD and h1_R2F are written into the own arena where `decision` says.
+    A no-op unless its words OK and `when` are set.
     """
     words = decision.tolist()
     if not (words[Decide.OK] and words[when]):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def for_experts(
     """
     tasks = [
         (expert, start, end)
-        for expert, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+        for expert, (start, end) in enumerate(pairwise(starts))
         if empty or end > start
     ]
     threads = torch.get_num_threads()

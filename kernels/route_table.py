@@ -19,8 +19,8 @@ def route_table_torch(
     """Fills the route table of `rank`.
 
     ids: int32 [P, T, K]. rank_R, slot_R: int32, room for the rows that the plan allows; rows
-    beyond are left out (the planner then refuses the call). starts_e: int64 [e + 1], first row of each
-    expert. counts_PE: int64 [P, E], rows that each rank sends to each expert, ids out of range
+    beyond are left out (the planner then refuses the call). starts_e: int64 [e + 1], first row of
+    each expert. counts_PE: int64 [P, E], rows that each rank sends to each expert, ids out of range
     left out.
     """
     ids_PN = ids.all_P.flatten(1)

@@ -3,8 +3,25 @@
 Legend: T tokens, K experts per token, D hidden width.
 """
 
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from .device import (
+    TRITON_DTYPE,
+    Launch,
+    Target,
+    address,
+    cdiv,
+    in_16_bytes,
+    pointer,
+    rounded,
+    widened,
+    word,
+)
 from .memory import for_experts
 from .words import Decide
 
@@ -21,25 +38,121 @@ def sum_k_torch(
     if not decision[Decide.OK]:
         out_TD.fill_(float("nan"))
         return
-    T, K, _ = rows_TKD.shape
+    T, K, D = rows_TKD.shape
 
-    def tokens(_: int, start: int, end: int) -> None:
-        total_tD: Tensor | None = None
+    def bags(_: int, start: int, end: int) -> None:
+        rows_ND = rows_TKD[start:end].flatten(0, 1)
+        first_t = torch.arange(0, (end - start) * K, K)
+        each_N = torch.arange((end - start) * K)
+        # A bag's rows are summed in FP32, one after the other, and rounded once.
+        out_TD[start:end] = torch.embedding_bag(rows_ND, each_N, first_t, mode=0)[0]
+
+    def weighted(_: int, start: int, end: int) -> None:
+        assert scores_TK is not None
+        row_tD, total_tD = torch.empty(2, end - start, D).unbind()
         for k in range(K):
-            row_tD = rows_TKD[start:end, k].float()
-            if scores_TK is not None:
-                row_tD = row_tD * scores_TK[start:end, k, None]
-            total_tD = row_tD if total_tD is None else total_tD.add_(row_tD)
-        assert total_tD is not None
+            scores_t1 = scores_TK[start:end, k, None]
+            if k == 0:
+                total_tD.copy_(rows_TKD[start:end, k]).mul_(scores_t1)
+            else:
+                total_tD.addcmul_(row_tD.copy_(rows_TKD[start:end, k]), scores_t1)
         out_TD[start:end] = total_tD
 
     # Blocks of tokens whose FP32 sums stay in cache.
-    for_experts(tokens, [*range(0, T, _TOKENS), T])
+    for_experts(bags if scores_TK is None else weighted, [*range(0, T, _TOKENS), T])
 
 
 def take_dscores_torch(*, dscores_TK: Tensor, decision: Tensor, out_TK: Tensor) -> None:
-    """The score gradients that peers have put into symmetric memory; NaN if the call did not run."""
+    """The score gradients that peers have put into symmetric memory; NaN if it did not run."""
     if decision[Decide.OK]:
         out_TK.copy_(dscores_TK)
     else:
         out_TK.fill_(float("nan"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumChoice:
+    """A program sums BT tokens' columns, BD of them."""
+
+    BT: int
+    BD: int
+    warps: int
+
+
+def choose_sum_k(target: Target, *, D: int) -> SumChoice:
+    """Pure. The K rows of a token are read once; 16 KiB of loads under way per step of k."""
+    if target.interprets:
+        return SumChoice(BT=32, BD=64, warps=4)
+    BD = min(1024, triton.next_power_of_2(D))
+    return SumChoice(BT=max(1, 2048 // BD), BD=BD, warps=4)
+
+
+@triton.jit
+def sum_k_kernel(rows_at, scores_at, decision_at, out_at, T, K, D, OK: tl.constexpr,
+                 SCORED: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr,
+                 VECTOR: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Grid: blocks of tokens times blocks of columns. rows: DTYPE [T, K, D]; scores: float32
+    [T, K]; out: OUT [T, D]."""
+    columns = (D + BD - 1) // BD
+    t = tl.program_id(0) // columns * BT + tl.arange(0, BT)
+    d = tl.program_id(0) % columns * BD + tl.arange(0, BD)
+    mask = (t < T)[:, None] & (d < D)[None, :]
+    total = tl.full([BT, BD], float("nan"), tl.float32)
+    if word(decision_at, OK) != 0:
+        rows = pointer(rows_at, DTYPE, VECTOR)
+        for k in range(K):
+            route = t.to(tl.int64) * K + k
+            row = widened(tl.load(rows + route[:, None] * D + d[None, :], mask=mask, other=0.0))
+            if SCORED:
+                score = tl.load(pointer(scores_at, tl.float32) + route, mask=t < T, other=0.0)
+                row *= score[:, None]
+            total = tl.where(k == 0, row, total + row)
+    at = t.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(pointer(out_at, OUT, VECTOR) + at, rounded(total, OUT), mask=mask)
+
+
+@triton.jit
+def take_dscores_kernel(dscores_at, decision_at, out_at, count, OK: tl.constexpr,
+                        BLOCK: tl.constexpr):  # fmt: skip
+    """Grid: blocks. dscores, out: float32 [count]."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(pointer(dscores_at, tl.float32) + i, mask=i < count, other=0.0)
+    value = tl.where(word(decision_at, OK) != 0, value, float("nan"))
+    tl.store(pointer(out_at, tl.float32) + i, value, mask=i < count)
+
+
+def sum_k(
+    target: Target,
+    *,
+    rows_TKD: Tensor,
+    scores_TK: Tensor | None,
+    decision: Tensor,
+    out_TD: Tensor,
+) -> list[Launch]:
+    """As the twin."""
+    T, K, D = rows_TKD.shape
+    choice = choose_sum_k(target, D=D)
+    vector = in_16_bytes(D * rows_TKD.element_size(), D * out_TD.element_size(),
+                         address(rows_TKD), address(out_TD))  # fmt: skip
+    return [Launch(
+        kernel=sum_k_kernel, grid=cdiv(T, choice.BT) * cdiv(D, choice.BD),
+        args={"rows_at": rows_TKD, "scores_at": scores_TK, "decision_at": decision,
+              "out_at": out_TD, "T": T, "K": K, "D": D},
+        constants={"OK": int(Decide.OK), "SCORED": scores_TK is not None,
+                   "DTYPE": TRITON_DTYPE[rows_TKD.dtype], "OUT": TRITON_DTYPE[out_TD.dtype],
+                   "VECTOR": vector, "BT": choice.BT, "BD": choice.BD},
+        num_warps=choice.warps,
+    )]  # fmt: skip
+
+
+def take_dscores(
+    target: Target, *, dscores_TK: Tensor, decision: Tensor, out_TK: Tensor
+) -> list[Launch]:
+    """As the twin."""
+    count = out_TK.numel()
+    return [Launch(
+        kernel=take_dscores_kernel, grid=cdiv(count, 1024),
+        args={"dscores_at": dscores_TK, "decision_at": decision, "out_at": out_TK,
+              "count": count},
+        constants={"OK": int(Decide.OK), "BLOCK": 1024},
+    )]  # fmt: skip

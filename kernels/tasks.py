@@ -226,9 +226,7 @@ def task_table(
     return Table(tasks=tasks, counts=counts, counters=counters, products_at=at, launch=launch)
 
 
-def interleaving(
-    tasks: Tensor, programs: Callable[[int], int], seed: int
-) -> Iterator[list[int]]:
+def interleaving(tasks: Tensor, programs: Callable[[int], int], seed: int) -> Iterator[list[int]]:
     """The tasks in a random order that their waits allow, as lists of words.
 
     `programs(kind)` says how many programs share the tasks of a kind, each taking every so-many-th

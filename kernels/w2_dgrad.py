@@ -24,7 +24,7 @@ def w2_dgrad_torch(
     dy_RD: Tensor,
     g_RF: Tensor,
 ) -> None:
-    """dy_RD[r] = dy[rank_R[r], row_R[r] // divisor]; g_RF = dy_RD @ w2[expert], the score not applied.
+    """dy_RD[r] = dy[rank_R[r], row_R[r] // divisor]; g_RF = dy_RD @ w2[expert], without score.
 
     dy: [P, N, D]. A no-op unless the decision is OK.
     """

@@ -71,13 +71,12 @@ def w13_wgrad_torch(
     _wgrad(dh1_R2F, x_RD, starts_e, dw13_E2FD, accumulate)
 
 
-def _wgrad(
-    a_RM: Tensor, b_RN: Tensor, starts_e: Tensor, out_EMN: Tensor, accumulate: bool
-) -> None:
+def _wgrad(a_RM: Tensor, b_RN: Tensor, starts_e: Tensor, out_EMN: Tensor, accumulate: bool) -> None:
     def expert(e: int, start: int, end: int) -> None:
         a_rM, b_rN = a_RM[start:end], b_RN[start:end]
         if a_rM.dtype == out_EMN.dtype and not accumulate:
-            torch.mm(a_rM.t(), b_rN, out=out_EMN[e])
+            # Laid out: with AMX, a copy and a product beat a transposed product.
+            torch.mm(a_rM.t().contiguous(), b_rN, out=out_EMN[e])
             return
         product_MN = torch.mm(a_rM.float().t(), b_rN.float())
         out_EMN[e] = product_MN.add_(out_EMN[e]) if accumulate else product_MN

@@ -42,7 +42,7 @@ class Code(IntEnum):
     SCORE = 4
     """A score is NaN or infinite; A = token, B = k."""
     MISMATCH = 5
-    """Ranks are in different calls; A = KIND and ENTRY words of the first other rank, B = its rank."""
+    """Ranks are in different calls; A = KIND of the first that differs, B = KIND of rank 0."""
     OVERFLOW = 6
     """More rows than the scratch frame holds; A = rows needed, B = rows available."""
 

@@ -110,9 +110,7 @@ def random_config(seed: int, ep: int, dtype: str, **given: Any) -> tuple[MoEConf
     return config, empty
 
 
-def run(
-    mine: Workload, context: Any, *, poison: bool = True
-) -> tuple[torch.Tensor, ...]:
+def run(mine: Workload, context: Any, *, poison: bool = True) -> tuple[torch.Tensor, ...]:
     """y and the gradients of x, scores, w13, w2 of a rank, through a poisoned arena."""
     leaves = mine.leaves()
     if poison:

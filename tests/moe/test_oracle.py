@@ -1,4 +1,4 @@
-"""The oracle itself, against torch's autograd on a per-token formula and against finite differences."""
+"""The oracle itself, against torch's autograd token by token and against finite differences."""
 
 import numpy as np
 import pytest
@@ -26,9 +26,7 @@ def test_equals_autograd_token_by_token():
         total = torch.zeros(x.shape[1], dtype=torch.float64)
         for k in range(ids.shape[1]):
             h = t13[ids[n, k]] @ tx[n]
-            total = total + ts[n, k] * (
-                t2[ids[n, k]] @ (torch.nn.functional.silu(h[:F]) * h[F:])
-            )
+            total = total + ts[n, k] * (t2[ids[n, k]] @ (torch.nn.functional.silu(h[:F]) * h[F:]))
         rows.append(total)
     y = torch.stack(rows)
     y.backward(torch.tensor(dy))

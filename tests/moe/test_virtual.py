@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
 from layer_cases import LIMIT, as_float64, errors, random_config, run, workload
+
 from workbench.case import PROFILES
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig

@@ -47,7 +47,7 @@ def routed_experts(
         and torch.is_grad_enabled()
         and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
     )
-    y_TD: Tensor = _RoutedExperts.apply(*given, topk_ids_TK, context, saves)  # type: ignore[no-untyped-call]
+    y_TD: Tensor = _RoutedExperts.apply(*given, topk_ids_TK, context, saves)
     return y_TD
 
 
@@ -92,7 +92,14 @@ class _RoutedExperts(torch.autograd.Function):
                 step.x_TD = _part(x_TD, v, config.T)
                 step.ids_TK = _part(ids_TK, v, config.T)
                 step.scores_TK = _part(scores_TK, v, config.T)
-        context.run(FORWARD, steps, problem)
+        try:
+            context.run(FORWARD, steps, problem)
+        except BaseException:
+            # At once, as a traceback that is kept would keep the entry.
+            if held is not None:
+                held.spent = True
+                context.free_entry(entry)
+            raise
         if held is not None:
             ctx.save_for_backward(w13_E2FD, w2_EDF)
             ctx.context, ctx.held, ctx.scores_dtype = context, held, scores_TK.dtype
@@ -114,8 +121,8 @@ class _RoutedExperts(torch.autograd.Function):
         T, E = config.T, config.local_experts
         dx_TD = torch.empty_like(dy_TD, memory_format=torch.contiguous_format)
         dscores_TK = torch.empty(dy_TD.shape[0], config.K, dtype=torch.float32)
-        dw13_E2FD = torch.empty_like(w13_E2FD) if ctx.needs_input_grad[2] else None
-        dw2_EDF = torch.empty_like(w2_EDF) if ctx.needs_input_grad[3] else None
+        dw13_E2FD = context.lender.empty_like(w13_E2FD) if ctx.needs_input_grad[2] else None
+        dw2_EDF = context.lender.empty_like(w2_EDF) if ctx.needs_input_grad[3] else None
         for v, step in enumerate(steps):
             step.dy_TD, step.dx_TD = _part(dy_TD, v, T), _part(dx_TD, v, T)
             step.dscores_TK = _part(dscores_TK, v, T)

@@ -21,6 +21,7 @@ from workbench.moe.config import MoEConfig
 from workbench.moe.executor_torch import Dry, Launch, TorchExecutor
 from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import PeerGroup, VirtualGroup
+from workbench.moe.pages import Lender
 from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Phase, Pipeline
 from workbench.moe.plan_ours import OursPlan, plan_ours
 from workbench.moe.step import Executor, RankMemory, Step, splits
@@ -43,6 +44,8 @@ class Context:
             for rank in group.hosted
         }
         self.executor = TorchExecutor()
+        self.lender = Lender()
+        """Lends the weights' gradients."""
         self.timer: Callable[[str, float], None] | None = None
         self._closed: str | None = None
         self._held: set[int] = set()
@@ -64,8 +67,14 @@ class Context:
     def close(self) -> None:
         """Frees the arena; local, and fine to call twice. The group stays with its maker."""
         if self._closed is None:
-            self._closed = "it was closed"
-            self._memory.clear()
+            self._free("it was closed")
+
+    def _free(self, reason: str) -> None:
+        self._closed = reason
+        for memory in self._memory.values():
+            memory.release()
+        self._memory.clear()
+        self.lender.clear()
 
     @property
     def log(self) -> list[Launch] | None:
@@ -94,7 +103,7 @@ class Context:
         }
 
     def counts(self, entry: int) -> Tensor:
-        """Rows that each rank sent to each expert in the last forward of `entry`, [P, E]; a copy."""
+        """Rows that each rank sent to each expert in the last forward of `entry`: [P, E], a copy."""
         return self.memory(self.group.hosted[0]).own(f"counts_PE.{entry}").clone()
 
     def poison(self) -> None:
@@ -110,10 +119,8 @@ class Context:
 
     def _keeps(self, name: str, part: str) -> bool:
         entry = name.rpartition(".")[2]
-        return (
-            (part in ("words", "slot")
-            and (part == "words" or bool(self._held)))
-            or (entry.isdigit() and int(entry) in self._held)
+        return (part in ("words", "slot") and (part == "words" or bool(self._held))) or (
+            entry.isdigit() and int(entry) in self._held
         )
 
     def check(self) -> None:
@@ -125,9 +132,7 @@ class Context:
                 text = bytes(memory.own("error_text").tolist()).rstrip(b"\0").decode()
                 for other in self.group.hosted:
                     self.memory(other).own("first_error").zero_()
-                found = failure(words, text, self.config)
-                assert found is not None
-                raise found
+                raise failure(words, text, self.config)
 
     def take_entry(self, saves: bool) -> int | None:
         """A free layer entry for a forward; None if every one awaits its backward."""
@@ -168,8 +173,7 @@ class Context:
         except BaseException as error:
             # Peers wait for this rank: let them know now, not when their time is up.
             self.group.abort(f"{type(error).__name__}: {error}")
-            self._closed = f"a call failed: {type(error).__name__}: {error}"
-            self._memory.clear()
+            self._free(f"a call failed: {type(error).__name__}: {error}")
             raise
         always = self.config.validate == "always" or problem is not None
         if always or (self.config.validate == "first" and kind not in self._validated):

@@ -23,13 +23,11 @@ class ClosedError(RuntimeError):
     """The context or its group was used after it was closed."""
 
 
-def failure(decision: Sequence[int], text: str, config: MoEConfig) -> Exception | None:
-    """The exception for a decision's words, None if it is OK; `text` is what the host
-    of the rank at fault had to say."""
+def failure(decision: Sequence[int], text: str, config: MoEConfig) -> Exception:
+    """The exception for the words of a decision that is not OK; `text` is what the host of the
+    rank at fault had to say."""
     code, rank = decision[Decide.CODE], decision[Decide.RANK]
     a, b = decision[Decide.A], decision[Decide.B]
-    if code == Code.OK:
-        return None
     where = f"rank {rank}: "
     if code == Code.HOST:
         return MoEInputError(where + text)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workbench.errors import InputError
 from workbench.moe.failures import ClosedError, PeerError
+from workbench.moe.pages import advise_huge, huge_pages
 
 Splits = Sequence[int]
 
@@ -68,7 +69,7 @@ class VirtualGroup:
         self.hosted = tuple(range(size))
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        arenas_PB = torch.zeros(self.size, nbytes, dtype=torch.uint8)
+        arenas_PB = _tensor(huge_pages(self.size * nbytes), self.size)
         return arenas_PB, _bases(arenas_PB)
 
     def barrier(self, where: str) -> None:
@@ -98,7 +99,8 @@ class VirtualGroup:
 class CollectiveGroup:
     """One process per rank of a torch.distributed group; peers' memory is not seen.
 
-    Makes its own gloo group from the ranks of `process_group` (default: all), so it is collective.
+    Makes its own gloo group from the ranks of `process_group` (default: all). Collective over all
+    processes of the job, also where their groups differ.
     """
 
     kind, sees_peers = "collective", False
@@ -116,19 +118,25 @@ class CollectiveGroup:
         self.size = len(self._ranks)
         self.hosted = (self._ranks.index(dist.get_rank()),)
         self._closed: str | None = None
-        self._control: dist.ProcessGroup | None = dist.new_group(
-            self._ranks,
-            backend="gloo",
-            timeout=datetime.timedelta(seconds=timeout_s),
-            use_local_synchronization=True,
-        )
+        self._control: dist.ProcessGroup | None = None
+        # Every process takes part in the making of every group: torch then gives it a name that
+        # was never used, while groups made among their ranks alone reuse the name of one that is
+        # gone, and meet its addresses in the store.
+        wanted: list[list[int]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(wanted, self._ranks)
+        for ranks in sorted({tuple(ranks) for ranks in wanted}):
+            made = dist.new_group(
+                list(ranks), backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
+            )
+            if list(ranks) == self._ranks:
+                self._control = made
 
     @property
     def rank(self) -> int:
         return self.hosted[0]
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        arenas_1B = torch.zeros(1, nbytes, dtype=torch.uint8)
+        arenas_1B = _tensor(huge_pages(nbytes), 1)
         return arenas_1B, _bases(arenas_1B)
 
     def barrier(self, where: str) -> None:
@@ -138,7 +146,7 @@ class CollectiveGroup:
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         ((own, everyone),) = pairs
         with self._meeting("all_gather") as control:
-            dist.all_gather_into_tensor(everyone.view(-1), own.reshape(-1), group=control)
+            dist.all_gather_single(everyone.view(-1), own.reshape(-1), group=control)
 
     def all_to_all(self, parts: Sequence[tuple[Tensor, Splits, Tensor, Splits]]) -> None:
         ((send, sends, receive, receives),) = parts
@@ -213,6 +221,8 @@ class SharedGroup(CollectiveGroup):
         self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0
     ) -> None:
         super().__init__(process_group, timeout_s=timeout_s)
+        self._arrivals_P = torch.zeros(0, dtype=torch.int64)
+        self._pids: list[int] = []
         hosts = self.gather_objects((os.uname().nodename, os.getpid()))
         self._pids = [pid for _, pid in hosts]
         if len({host for host, _ in hosts}) > 1:
@@ -242,21 +252,26 @@ class SharedGroup(CollectiveGroup):
                 else os.open(f"/proc/{self._pids[0]}/fd/{maker}", os.O_RDWR | os.O_CLOEXEC)
             )
             view = mmap.mmap(opened, total)
+            advise_huge(view)
             self.gather_objects(None)
         finally:
             for descriptor in {file, opened} - {None}:
                 os.close(descriptor)  # type: ignore[arg-type]
-        arenas_PB = torch.frombuffer(view, dtype=torch.uint8).view(self.size, nbytes)
+        arenas_PB = _tensor(view, self.size)
         return arenas_PB, _bases(arenas_PB)
 
     def barrier(self, where: str) -> None:
         self._arrivals_P[self.rank] += 1
         super().barrier(where)
 
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self._arrivals_P = torch.empty(0, dtype=torch.int64)  # lets the memory go
+
     def missing(self) -> str:
         arrivals = self._arrivals_P.tolist()
         late = [p for p, count in enumerate(arrivals) if count < arrivals[self.rank]]
-        dead = [p for p in range(self.size) if not _alive(self._pids[p])]
+        dead = [p for p, pid in enumerate(self._pids) if not _alive(pid)]
         if dead:
             return f"ranks {dead} died"
         return f"ranks {late} did not come" if late else super().missing()
@@ -283,9 +298,11 @@ class NvlinkGroup(CollectiveGroup):
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
         import torch.distributed._symmetric_memory as symmetric
 
-        arena_B = symmetric.empty(nbytes, dtype=torch.uint8, device="cuda").zero_()
+        device = torch.device("cuda", torch.cuda.current_device())
+        arena_B = symmetric.empty([nbytes], dtype=torch.uint8, device=device).zero_()
         # A rendezvous can hang where one rank cannot join: all say so first.
         self.gather_objects(torch.cuda.current_device())
+        assert self._process_group is not None
         self._handle = symmetric.rendezvous(arena_B, self._process_group)
         bases_P = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device="cuda")
         return arena_B[None], bases_P
@@ -302,6 +319,10 @@ class NvlinkGroup(CollectiveGroup):
 
 
 KINDS = {g.kind: g for g in (VirtualGroup, SharedGroup, NvlinkGroup, CollectiveGroup)}
+
+
+def _tensor(memory: mmap.mmap, ranks: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8).view(ranks, -1)
 
 
 def _bases(arenas_PB: Tensor) -> Tensor:

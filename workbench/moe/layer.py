@@ -68,9 +68,7 @@ class MoELayer(nn.Module):
         self.router_ED = nn.Parameter(torch.empty(c.E, c.D, dtype=torch.float32))
         self.w13_E2FD = nn.Parameter(torch.empty(experts, 2 * c.F, c.D, dtype=dtype))
         self.w2_EDF = nn.Parameter(torch.empty(experts, c.D, c.F, dtype=dtype))
-        self.shared = (
-            SharedExpert(c.D, shared_experts * c.F, dtype) if shared_experts else None
-        )
+        self.shared = SharedExpert(c.D, shared_experts * c.F, dtype) if shared_experts else None
         self.reset(seed)
 
     @torch.no_grad()

@@ -72,14 +72,17 @@ class OursPlan:
     def explain(self) -> str:
         """The arena as text: regions with offsets and sizes, then what the bounds mean."""
         c = self.config
-        lines = [f"{r.offset:>14,} {r.nbytes:>14,} B  {r.part:<8} {r.name} {list(r.shape)} {r.dtype}"
-                 + (f" (in {r.alias})" if r.alias else "") for r in self.regions.values()]  # fmt: skip
+        lines = [
+            f"{r.offset:>14,} {r.nbytes:>14,} B  {r.part:<8} {r.name} {list(r.shape)} {r.dtype}"
+            + (f" (in {r.alias})" if r.alias else "")
+            for r in self.regions.values()
+        ]
         balanced = self.saved_bytes(c.T * c.K)
         lines += [
             f"arena {self.arena_bytes:,} B per rank; rows available {self.rows_available:,}"
             f" (scratch_factor={c.scratch_factor:g} of T*K={c.T * c.K:,})",
-            f"slot {self.slot_bytes:,} B holds {self.slot_bytes / balanced:.2f} of {c.layers} layers"
-            f" at balanced load ({balanced:,} B each); what does not fit is recomputed",
+            f"slot {self.slot_bytes:,} B holds {self.slot_bytes / balanced:.2f} of {c.layers}"
+            f" layers at balanced load ({balanced:,} B each); what does not fit is recomputed",
         ]
         return "\n".join(lines)
 

@@ -34,6 +34,12 @@ class RankMemory:
         self._own: dict[str, Tensor] = {}
         self._peers: dict[str, Peers] = {}
 
+    def release(self) -> None:
+        """Lets the arenas go, whoever still holds this object (a kept traceback does)."""
+        self.arenas_PB = self._window_PB = torch.empty(0, 0, dtype=torch.uint8)
+        self._own.clear()
+        self._peers.clear()
+
     @property
     def arena_B(self) -> Tensor:
         return self.arenas_PB[self.row]

@@ -20,7 +20,8 @@ from workbench.moe.step import Step
 
 def pack(s: Step) -> None:
     s.launch("route_table", ids=s.local("ids_PTK"), rank=s.rank, rank_R=s.own("rank_R"),
-             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"), counts_PE=s.own("counts_PE"))  # fmt: skip
+             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"),
+             counts_PE=s.own("counts_PE"))  # fmt: skip
     item = s.own("x_TD").element_size()
     s.launch("decide", heads=s.local("heads_PH"), counts_PE=s.own("counts_PE"),
              decisions_L=s.own("decisions"), entry=s.entry, rank=s.rank,
@@ -41,8 +42,7 @@ def experts(s: Step) -> None:
     s.launch("dispatch_w13", x=s.local_rows("received_RD"), rank_R=None,
              row_R=s.own("position_R"), divisor=1, starts_e=s.own("starts_e"),
              w13_E2FD=s.w13_E2FD, arena_B=s.memory.arena_B, decision=s.decision, when=Decide.OK)  # fmt: skip
-    s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision,
-             starts_e=s.own("starts_e"), act_RF=s.own("act_RF"))  # fmt: skip
+    s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision, act_RF=s.own("act_RF"))
     s.launch("w2_combine", act_RF=s.own("act_RF"), w2_EDF=s.w2_EDF, starts_e=s.own("starts_e"),
              decision=s.decision, rank_R=None, row_R=s.own("position_R"),
              rows_RD=s.own("rows_RD"), out=s.local_rows("received_RD"))  # fmt: skip
@@ -67,7 +67,7 @@ def experts_backward(s: Step) -> None:
     s.launch("w2_dgrad", dy=s.local_rows("received_RD"), rank_R=None, row_R=position_R, divisor=1,
              starts_e=starts_e, w2_EDF=s.w2_EDF, decision=s.decision, dy_RD=s.own("rows_RD"),
              g_RF=s.own("g_RF"))  # fmt: skip
-    s.launch("swiglu_backward", arena_B=s.memory.arena_B, decision=s.decision, starts_e=starts_e,
+    s.launch("swiglu_backward", arena_B=s.memory.arena_B, decision=s.decision,
              rank_R=s.own("rank_R"), row_R=s.own("slot_R"), scores=s.local("scores_PN1"),
              g_RF=s.own("g_RF"), dscores=s.local_rows("received_R1"), back_rank_R=None,
              back_row_R=position_R, act_RF=s.own("act_RF"))  # fmt: skip

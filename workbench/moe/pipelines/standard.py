@@ -24,7 +24,8 @@ def publish(s: Step) -> None:
 
 def experts(s: Step) -> None:
     s.launch("route_table", ids=s.peers("ids_TK"), rank=s.rank, rank_R=s.own("rank_R"),
-             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"), counts_PE=s.own("counts_PE"))  # fmt: skip
+             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"),
+             counts_PE=s.own("counts_PE"))  # fmt: skip
     item = s.own("x_TD").element_size()
     s.launch("decide", heads=s.peers("head"), counts_PE=s.own("counts_PE"),
              decisions_L=s.own("decisions"), entry=s.entry, rank=s.rank,
@@ -35,8 +36,7 @@ def experts(s: Step) -> None:
              first_error=s.own("first_error"), error_text=s.own("error_text"),
              peaks=s.own("peaks"))  # fmt: skip
     dispatch(s, Decide.OK)
-    s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision,
-             starts_e=s.own("starts_e"), act_RF=s.own("act_RF"))  # fmt: skip
+    s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision, act_RF=s.own("act_RF"))
     s.launch("w2_combine", act_RF=s.own("act_RF"), w2_EDF=s.w2_EDF, starts_e=s.own("starts_e"),
              decision=s.decision, rank_R=s.own("rank_R"), row_R=s.own("slot_R"),
              rows_RD=s.own("rows_RD"), out=s.peers("rows_TKD"))  # fmt: skip
@@ -66,7 +66,7 @@ def experts_backward(s: Step) -> None:
     s.launch("w2_dgrad", dy=s.peers("dy_TD"), rank_R=rank_R, row_R=slot_R, divisor=s.config.K,
              starts_e=starts_e, w2_EDF=s.w2_EDF, decision=s.decision, dy_RD=s.own("rows_RD"),
              g_RF=s.own("g_RF"))  # fmt: skip
-    s.launch("swiglu_backward", arena_B=s.memory.arena_B, decision=s.decision, starts_e=starts_e,
+    s.launch("swiglu_backward", arena_B=s.memory.arena_B, decision=s.decision,
              rank_R=rank_R, row_R=slot_R, scores=s.peers("scores_N1"), g_RF=s.own("g_RF"),
              dscores=s.peers("dscores_N1"), back_rank_R=rank_R, back_row_R=slot_R,
              act_RF=s.own("act_RF"))  # fmt: skip

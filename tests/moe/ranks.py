@@ -1,0 +1,266 @@
+"""One rank of a test under torchrun: `ranks.py JOB OUT ...` runs a job of this module.
+
+Each job writes what it found to OUT/<rank>.json; the test reads and judges it.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from layer_cases import Workload, errors, random_config, run, sliced, workload
+
+from workbench.moe.autograd import routed_experts
+from workbench.moe.config import MoEConfig
+from workbench.moe.context import create_context
+from workbench.moe.group import CollectiveGroup, SharedGroup
+from workbench.routing import route
+
+SMALL = MoEConfig(T=16, D=32, F=16, E=8, K=2, ep=1, scratch_factor=8, timeout_s=4)
+
+
+def values(first: int, last: int) -> Any:
+    """Errors of the cases `first` to `last` for both pipelines and both dtypes, on rank 0."""
+    group, found = SharedGroup(timeout_s=60), []
+    collective = CollectiveGroup(timeout_s=60)
+    ep, rank = group.size, group.rank
+    for seed in range(first, last):
+        config, empty = random_config(seed, ep, "bfloat16")
+        work = workload(config, seed, empty_rank=empty)
+        exact = work.exact() if rank == 0 else None
+        for pipeline in ("standard", "alltoall"):
+            for dtype in ("bfloat16", "float32"):
+                mine = _cast(work, replace(config, pipeline=pipeline, dtype=dtype)).of_rank(rank)
+                peers = collective if pipeline == "alltoall" and seed % 2 else group
+                with create_context(mine.config, peers) as context:
+                    parts = group.gather_objects([t.float().numpy() for t in run(mine, context)])
+                    peaks = group.gather_objects(context.peaks()[rank])
+                if exact is not None:
+                    whole = tuple(
+                        torch.from_numpy(np.concatenate(p)) for p in zip(*parts, strict=True)
+                    )
+                    found.append({
+                        "seed": seed, "pipeline": pipeline, "dtype": dtype,
+                        "rows": [p["rows"] for p in peaks],
+                        "recomputed": sum(p["recomputed"] for p in peaks),
+                        "expert_rows": np.bincount(work.ids.ravel(), minlength=config.E).tolist(),
+                        "sizes": [config.T, config.D, config.F, config.E, config.K],
+                        "errors": errors(whole, exact),
+                    })  # fmt: skip
+    return found
+
+
+def _cast(work: Workload, config: MoEConfig) -> Workload:
+    dtype = getattr(torch, config.dtype)
+    return Workload(config, work.x.to(dtype), work.ids, work.scores, work.w13.to(dtype),
+                    work.w2.to(dtype), work.dy.to(dtype))  # fmt: skip
+
+
+def bad_inputs() -> Any:
+    """Each bad input on the last rank alone: what every rank raises, and that it works after."""
+    group = SharedGroup(timeout_s=20)
+    last = group.rank == group.size - 1
+    config = replace(SMALL, ep=group.size, timeout_s=20)
+    whole = workload(config, 0)
+    work = whole.of_rank(group.rank)
+    found: dict[str, Any] = {}
+    for pipeline in ("standard", "alltoall"):
+        with create_context(replace(config, pipeline=pipeline), group) as context:
+            for name, change in BAD.items():
+                given = [work.x, work.ids, work.scores, work.w13, work.w2]
+                if last:
+                    place, spoil = change
+                    given[place] = spoil(given[place].clone())
+                began = time.monotonic()
+                try:
+                    routed_experts(*given, context)
+                    found[f"{pipeline} {name}"] = "nothing"
+                except ValueError as error:
+                    found[f"{pipeline} {name}"] = f"{type(error).__name__}: {error}"
+                found["seconds"] = max(found.get("seconds", 0), time.monotonic() - began)
+                again = largest_error(whole, run(work, context), group.rank)
+                found[f"{pipeline} after {name}"] = again
+    return found
+
+
+def _set(value: float, *place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[place] = value
+        return tensor
+
+    return spoil
+
+
+BAD: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
+    "T": (0, lambda x: x[:-1]),
+    "T ids": (1, lambda ids: ids[:-1]),
+    "dtype": (0, lambda x: x.double()),
+    "strides": (0, lambda x: x.t().contiguous().t()),
+    "no tensor": (0, lambda x: None),
+    "weights": (3, lambda w: w[:, 1:]),
+    "id beyond": (1, _set(8, 3, 1)),
+    "id negative": (1, _set(-1, 0, 0)),
+    "id repeated": (1, lambda ids: ids[:, :1].repeat(1, 2)),
+    "score nan": (2, _set(float("nan"), 5, 1)),
+    "score inf": (2, _set(float("inf"), 5, 1)),
+}
+
+
+def largest_error(whole: Workload, found: tuple[torch.Tensor, ...], rank: int) -> float:
+    """Largest relative error of a rank's output and gradients."""
+    return max(errors(found, sliced(whole.exact(), rank, whole.config)).values())
+
+
+def overflow() -> Any:
+    """All rows on rank 0 with room for half of them, with each `validate`; then usable again."""
+    group = SharedGroup(timeout_s=20)
+    config = replace(SMALL, ep=group.size, scratch_factor=group.size / 2, timeout_s=20)
+    ids = np.tile([0, 1], (group.size * 16, 1))
+    hot = workload(config, 0, ids=ids).of_rank(group.rank)
+    balanced = route(T=16, K=2, E=8, ep=group.size, factor=1.0).ids
+    whole = workload(config, 0, ids=balanced)
+    good = whole.of_rank(group.rank)
+    found = {}
+    for validate in ("always", "first", "never"):
+        with create_context(replace(config, validate=validate), group) as context:
+            if validate == "first":
+                run(good, context)
+            x, scores, w13, w2 = hot.leaves()
+            try:
+                y = routed_experts(x, hot.ids, scores, w13, w2, context)
+                y.backward(hot.dy)
+                grads = (y, x.grad, scores.grad, w13.grad, w2.grad)
+                found[f"{validate} all NaN"] = all(bool(t.isnan().all()) for t in grads)
+                context.check()
+                found[validate] = "nothing"
+            except RuntimeError as error:
+                found[validate] = f"{type(error).__name__}: {error}"
+            context.check()
+            found[f"{validate} after"] = largest_error(whole, run(good, context), group.rank)
+    return found
+
+
+def mismatch(pipeline: str) -> Any:
+    """Rank 0 goes forward while the others go backward; then ranks disagree about gradients."""
+    group = SharedGroup(timeout_s=20)
+    config = replace(SMALL, ep=group.size, pipeline=pipeline, layers=2, timeout_s=20)
+    work = workload(config, 0).of_rank(group.rank)
+    found: dict[str, Any] = {}
+    with create_context(config, group) as context:
+        x, scores, w13, w2 = work.leaves()
+        y = routed_experts(x, work.ids, scores, w13, w2, context)
+        try:
+            if group.rank:
+                y.backward(work.dy)
+            else:
+                routed_experts(x, work.ids, scores, w13, w2, context)
+            found["calls"] = "nothing"
+        except ValueError as error:
+            found["calls"] = str(error)
+        del y
+    return found
+
+
+def dies(how: str, where: str) -> Any:
+    """The last rank ends, raises or is late at a phase of the backward; what the others see."""
+    group = SharedGroup(timeout_s=SMALL.timeout_s)
+    config = replace(SMALL, ep=group.size, E=12)
+    work = workload(config, 0).of_rank(group.rank)
+    context = create_context(config, group)
+    run(work, context)
+    if group.rank == group.size - 1:
+        launch = context.executor.launch
+
+        def fail(op: str, rank: int, arguments: dict[str, Any]) -> None:
+            if op == where:
+                if how == "kill":
+                    os.kill(os.getpid(), 9)
+                elif how == "raise":
+                    raise MemoryError("no more")
+                time.sleep(float(how))
+            launch(op, rank, arguments)
+
+        context.executor.launch = fail  # type: ignore[method-assign]
+    began = time.monotonic()
+    found: dict[str, Any] = {}
+    try:
+        x, scores, w13, w2 = work.leaves()
+        routed_experts(x, work.ids, scores, w13, w2, context).backward(work.dy)
+        found["raised"] = "nothing"
+    except (RuntimeError, MemoryError) as error:
+        found["raised"] = f"{type(error).__name__}: {error}"
+    found["seconds"] = time.monotonic() - began
+    try:
+        run(work, context)
+        found["after"] = "nothing"
+    except RuntimeError as error:
+        found["after"] = f"{type(error).__name__}: {error}"
+    context.close()
+    group.close()
+    found["maps"] = segments()
+    return found
+
+
+def segments() -> list[str]:
+    """Shared memory that this process still holds."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = [
+        os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink() and f.exists()
+    ]
+    return [line for line in (*maps, *files) if "memfd:moe" in line]
+
+
+def closes() -> Any:
+    """Memory is held while a context lives and not after it."""
+    group = SharedGroup(timeout_s=20)
+    config = replace(SMALL, ep=group.size)
+    with create_context(config, group) as context:
+        inside = len(segments())
+        measured = context.measured_bytes()
+        planned = context.plan.arena_bytes
+    left = len(segments())
+    group.close()
+    return {"inside": inside, "left": left, "closed": segments(), "bytes": [measured, planned]}
+
+
+def disagrees() -> Any:
+    """Ranks that ask for different contexts."""
+    group = SharedGroup(timeout_s=20)
+    config = replace(SMALL, ep=group.size, T=16 + group.rank)
+    try:
+        create_context(config, group)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def sound() -> Any:
+    """The jobs after which every rank is well, in one start."""
+    return {
+        "bad": bad_inputs(), "overflow": overflow(), "mismatch standard": mismatch("standard"),
+        "mismatch alltoall": mismatch("alltoall"), "closes": closes(), "disagrees": disagrees(),
+    }  # fmt: skip
+
+
+JOBS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (values, sound, dies)}
+
+
+def main(job: str, out: str, *arguments: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = JOBS[job](*(int(a) if a.isdigit() and job == "values" else a for a in arguments))
+    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    if job == "dies":
+        os._exit(0)  # a rank died: nothing to take leave of
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
