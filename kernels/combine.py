@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .device import Launch, Target
 from .grouped_gemm import grouped_gemm
-from .memory import Peers, for_experts, rows_at
+from .memory import Peers, for_experts, rows_at, wide
 from .words import Decide
 
 
@@ -68,7 +68,7 @@ def _scatter(
     def expert(e: int, start: int, end: int) -> None:
         out_rD = rows_RD[start:end]
         torch.mm(a_RK[start:end], b_EKN[e], out=out_rD)
-        table_ND.index_copy_(0, to_R[start:end], out_rD)
+        wide(table_ND).index_copy_(0, to_R[start:end], wide(out_rD))
 
     for_experts(expert, starts_e.tolist())
 

@@ -29,7 +29,7 @@ class SortChoice:
 def choose_count_sort(target: Target) -> SortChoice:
     """Pure. Items of a block are compared with each other and with BK keys, all in registers."""
     if target.interprets:
-        return SortChoice(BLOCK=128, BK=64, SCAN=64, warps=4)
+        return SortChoice(BLOCK=512, BK=64, SCAN=64, warps=4)
     return SortChoice(BLOCK=128, BK=64, SCAN=1024, warps=4)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Barrier
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def rows_at(arena_B: Tensor, at: int, rows: int, width: int, dtype: torch.dtype)
     return arena_B[at : at + nbytes].view(dtype).view(rows, width)
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def for_experts(
@@ -81,40 +82,60 @@ def for_experts(
     ]
     threads = torch.get_num_threads()
     if threads == 1 or len(tasks) < 2:
-        for task in tasks:
-            work(*task)
+        with torch.no_grad():
+            for task in tasks:
+                work(*task)
         return
     # Longest first, so that the threads end together.
     queue = sorted(tasks, key=lambda task: task[1] - task[2])
     queue.reverse()
 
     def drain() -> None:
-        while queue:
-            try:
-                task = queue.pop()
-            except IndexError:
-                return
-            work(*task)
+        with torch.no_grad():
+            while queue:
+                try:
+                    task = queue.pop()
+                except IndexError:
+                    return
+                work(*task)
 
-    futures = [_pool(threads).submit(_in_mode, drain) for _ in range(threads)]
+    pool = _pool(threads)
+    futures = [pool.submit(drain) for _ in range(threads)]
     wait(futures)
     for future in futures:
         future.result()
 
 
-def _in_mode(run: Callable[[], None]) -> None:
-    with torch.no_grad():
-        run()
-
-
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Threads on each of which torch's ops run alone; made once per process and size."""
-    key = os.getpid() * 4096 + threads
+    key = (os.getpid(), threads)
     if key not in _pools:
         _pools.clear()
+        ready = Barrier(threads + 1)
 
         def alone() -> None:
+            torch.get_num_threads()  # a thread's first look sets its number, so look before
             torch.set_num_threads(1)
+            ready.wait()
 
-        _pools[key] = ThreadPoolExecutor(threads, "experts", initializer=alone)
+        pool = ThreadPoolExecutor(threads, "experts", initializer=alone)
+        for _ in range(threads):
+            pool.submit(int)
+        ready.wait()
+        # What holds for one thread only in part holds for all (MKL's number, and that of threads
+        # to come): set it back, now that each of ours has its own.
+        torch.set_num_threads(threads)
+        _pools[key] = pool
     return _pools[key]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The same rows as int64 words where they divide into them: moved, not computed with."""
+    row_bytes = tensor.shape[-1] * tensor.element_size()
+    starts = (
+        tensor.storage_offset() * tensor.element_size(),
+        tensor.stride(0) * tensor.element_size(),
+    )
+    if row_bytes % 8 or any(start % 8 for start in starts):
+        return tensor
+    return tensor.view(torch.int64)

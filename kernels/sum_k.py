@@ -40,26 +40,21 @@ def sum_k_torch(
         return
     T, K, D = rows_TKD.shape
 
-    def bags(_: int, start: int, end: int) -> None:
-        rows_ND = rows_TKD[start:end].flatten(0, 1)
-        first_t = torch.arange(0, (end - start) * K, K)
-        each_N = torch.arange((end - start) * K)
-        # A bag's rows are summed in FP32, one after the other, and rounded once.
-        out_TD[start:end] = torch.embedding_bag(rows_ND, each_N, first_t, mode=0)[0]
-
-    def weighted(_: int, start: int, end: int) -> None:
-        assert scores_TK is not None
+    def block(_: int, start: int, end: int) -> None:
         row_tD, total_tD = torch.empty(2, end - start, D).unbind()
-        for k in range(K):
-            scores_t1 = scores_TK[start:end, k, None]
-            if k == 0:
-                total_tD.copy_(rows_TKD[start:end, k]).mul_(scores_t1)
+        total_tD.copy_(rows_TKD[start:end, 0])
+        if scores_TK is not None:
+            total_tD.mul_(scores_TK[start:end, 0, None])
+        for k in range(1, K):
+            row_tD.copy_(rows_TKD[start:end, k])
+            if scores_TK is None:
+                total_tD.add_(row_tD)
             else:
-                total_tD.addcmul_(row_tD.copy_(rows_TKD[start:end, k]), scores_t1)
+                total_tD.addcmul_(row_tD, scores_TK[start:end, k, None])
         out_TD[start:end] = total_tD
 
     # Blocks of tokens whose FP32 sums stay in cache.
-    for_experts(bags if scores_TK is None else weighted, [*range(0, T, _TOKENS), T])
+    for_experts(block, [*range(0, T, _TOKENS), T])
 
 
 def take_dscores_torch(*, dscores_TK: Tensor, decision: Tensor, out_TK: Tensor) -> None:

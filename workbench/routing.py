@@ -92,8 +92,10 @@ def route(*, T: int, K: int, E: int, ep: int, factor: float, seed: int = 0) -> R
     """
     rows = rows_by_expert(T=T, K=K, E=E, ep=ep, factor=factor)
     if rows.max() > ep * T:
-        raise InputError(f"imbalance={factor} must leave each expert at most ep*T={ep * T} rows, as"
-                         f" a token's experts are distinct; one would get {rows.max()}")  # fmt: skip
+        raise InputError(
+            f"imbalance={factor} must leave each expert at most ep*T={ep * T} rows, as a token's"
+            f" experts are distinct; one would get {rows.max()}"
+        )
     random = np.random.PCG64(seed)
     # Dealt out in turn, the rows of an expert, and of a rank, spread evenly over the sources.
     dealt = np.repeat(np.arange(E, dtype=np.int32), rows).reshape(T * K, ep).T

@@ -41,8 +41,8 @@ class Workload:
         ]
 
     def exact(self) -> tuple[np.ndarray, ...]:
-        y, grads = oracle(*(as_float64(t) for t in (self.x,)), self.ids.numpy(),
-                          *(as_float64(t) for t in (self.scores, self.w13, self.w2, self.dy)))  # fmt: skip
+        given = [as_float64(t) for t in (self.scores, self.w13, self.w2, self.dy)]
+        y, grads = oracle(as_float64(self.x), self.ids.numpy(), *given)
         assert grads is not None
         return (y, *grads)
 

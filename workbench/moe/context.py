@@ -103,19 +103,19 @@ class Context:
         }
 
     def counts(self, entry: int) -> Tensor:
-        """Rows that each rank sent to each expert in the last forward of `entry`: [P, E], a copy."""
+        """Rows that each rank sent to each expert in the last forward of `entry`, int64 [P, E]."""
         return self.memory(self.group.hosted[0]).own(f"counts_PE.{entry}").clone()
 
     def poison(self) -> None:
-        """Fills what holds nothing (all but words and what awaits a backward) with NaN; a test aid."""
+        """Fills all but words and what awaits a backward with NaN; a test aid."""
+        kept = [r for r in self.plan.regions.values() if self._keeps(r.name, r.part)]
         for rank in self.group.hosted:
-            memory = self.memory(rank)
-            kept = [memory.own(r.name).reshape(-1).view(torch.uint8).clone() if keep else None
-                    for r in self.plan.regions.values() for keep in [self._keeps(r.name, r.part)]]  # fmt: skip
-            memory.arena_B.fill_(0xFF)
-            for region, bytes_ in zip(self.plan.regions.values(), kept, strict=True):
-                if bytes_ is not None:
-                    memory.own(region.name).reshape(-1).view(torch.uint8).copy_(bytes_)
+            arena_B = self.memory(rank).arena_B
+            before_B = arena_B.clone()
+            arena_B.fill_(0xFF)
+            for region in kept:
+                part = slice(region.offset, region.offset + region.nbytes)
+                arena_B[part] = before_B[part]
 
     def _keeps(self, name: str, part: str) -> bool:
         entry = name.rpartition(".")[2]

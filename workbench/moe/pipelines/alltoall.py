@@ -42,7 +42,8 @@ def pack(s: Step) -> None:
 def experts(s: Step) -> None:
     s.launch("dispatch_w13", x=s.local_rows("received_RD"), rank_R=None,
              row_R=s.own("position_R"), divisor=1, starts_e=s.own("starts_e"),
-             w13_E2FD=s.w13_E2FD, arena_B=s.memory.arena_B, decision=s.decision, when=Decide.OK)  # fmt: skip
+             w13_E2FD=s.w13_E2FD, arena_B=s.memory.arena_B, decision=s.decision,
+             when=Decide.OK)  # fmt: skip
     s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision, act_RF=s.own("act_RF"))
     s.launch("w2_combine", act_RF=s.own("act_RF"), w2_EDF=s.w2_EDF, starts_e=s.own("starts_e"),
              decision=s.decision, rank_R=None, row_R=s.own("position_R"),

@@ -1,0 +1,55 @@
+"""The layer benchmark: what it returns, and that it times nothing wrong."""
+
+import importlib.util
+
+import pytest
+
+from workbench.bench import layer as bench
+from workbench.errors import InputError
+
+SHAPE = {"T": 64, "D": 64, "F": 32, "E": 4, "K": 2}
+RATIOS = ("forward_over_floor", "forward_backward_over_floor")
+PEER = ("forward_over_transformers", "forward_backward_over_transformers")
+
+
+def test_figures_of_a_small_shape():
+    found = bench.bench_layer(**SHAPE, rounds=3, transformers=False)
+    assert all(found[name] > 0 for name in RATIOS)
+    assert all(found[name] is None for name in PEER)
+    assert found["largest_relative_error"] < 1e-2
+    assert found["shape"] == SHAPE
+    assert set(found["ms"]) == {"floor", "forward", "forward_backward"}
+
+
+def test_ratios_are_medians_of_rounds():
+    config = bench.MoEConfig(**SHAPE)
+    times = {
+        "floor": [1.0, 2.0, 4.0],
+        "forward": [2.0, 3.0, 4.0],
+        "forward_backward": [6.0, 9.0, 24.0],
+        "transformers_forward": [4.0, 4.0, 4.0],
+        "transformers_forward_backward": [12.0, 36.0, 24.0],
+    }
+    found = bench._figures(times, config)
+    assert found["forward_over_floor"] == 1.5
+    assert found["forward_backward_over_floor"] == 2.0
+    assert found["forward_over_transformers"] == 0.75
+    assert found["forward_backward_over_transformers"] == 0.5
+    assert found["ms"]["floor"] == 2000
+
+
+def test_wrong_values_are_not_timed(monkeypatch):
+    right = bench.routed_experts
+    monkeypatch.setattr(bench, "routed_experts", lambda *given: right(*given) * 1.02)
+    with pytest.raises(RuntimeError, match=r"relative error=0\.02.* must be below 0.01"):
+        bench.bench_layer(**SHAPE, rounds=1, transformers=False)
+
+
+def test_peer_runs_or_its_absence_is_said():
+    if importlib.util.find_spec("transformers") is None:
+        with pytest.raises(InputError, match=r"package=transformers must be installed"):
+            bench.bench_layer(**SHAPE, rounds=1)
+        return
+    found = bench.bench_layer(**SHAPE, rounds=2)
+    assert all(found[name] > 0 for name in PEER)
+    assert found["transformers_experts"] in bench.EXPERTS

@@ -1,0 +1,98 @@
+"""MoELayer: router and shared expert beside the routed experts."""
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from workbench.moe.config import MoEConfig
+from workbench.moe.layer import MoELayer, VirtualGroup, create_context
+
+CONFIG = MoEConfig(T=21, D=32, F=16, E=8, K=3, ep=2, dtype="float32", scratch_factor=2)
+
+
+def _dense(layer: MoELayer, x: torch.Tensor) -> torch.Tensor:
+    """The same layer, every expert on every token, in float64."""
+    weight = {name: p.detach().double() for name, p in layer.named_parameters()}
+    leaves = {name: w.requires_grad_() for name, w in weight.items()}
+    scores = functional.linear(x, leaves["router_ED"]).softmax(1)
+    kept, ids = scores.topk(3, dim=1)
+    kept = kept / kept.sum(1, keepdim=True)
+    gates = torch.zeros_like(scores).scatter(1, ids, kept)
+
+    def swiglu(w13, w2):
+        gate, up = (x @ w13.T).chunk(2, dim=1)
+        return (functional.silu(gate) * up) @ w2.T
+
+    y = swiglu(leaves["shared.w13_2FD"], leaves["shared.w2_DF"])
+    for e in range(CONFIG.E):
+        y = y + gates[:, e, None] * swiglu(leaves["w13_E2FD"][e], leaves["w2_EDF"][e])
+    return y, leaves
+
+
+def test_layer_and_all_its_gradients_equal_the_dense_computation():
+    x = torch.randn(42, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    dy = torch.randn(42, 32, generator=torch.Generator().manual_seed(1))
+    with create_context(CONFIG, VirtualGroup(2)) as context:
+        layer = MoELayer(context, seed=3)
+        y = layer(x.view(2, 21, 32))
+        assert y.shape == (2, 21, 32)
+        y.backward(dy.view_as(y))
+    exact_x = x.detach().double().requires_grad_()
+    exact, leaves = _dense(layer, exact_x)
+    exact.backward(dy.double())
+    torch.testing.assert_close(
+        y.detach().view(42, 32).double(), exact.detach(), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=1e-4, atol=1e-5)
+    for name, parameter in layer.named_parameters():
+        assert leaves[name].grad.norm() > 1e-3, name
+        torch.testing.assert_close(
+            parameter.grad.double(), leaves[name].grad, rtol=1e-3, atol=1e-5, msg=name
+        )
+
+
+def test_parameters_do_not_depend_on_the_ranks():
+    one = MoEConfig(T=42, D=32, F=16, E=8, K=3, dtype="float32")
+    with (
+        create_context(one, VirtualGroup(1)) as whole,
+        create_context(CONFIG, VirtualGroup(2)) as split,
+    ):
+        a, b = MoELayer(whole, seed=5), MoELayer(split, seed=5)
+        for (name, mine), (_, other) in zip(
+            a.named_parameters(), b.named_parameters(), strict=True
+        ):
+            assert torch.equal(mine, other), name
+        x = torch.randn(42, 32, generator=torch.Generator().manual_seed(2))
+        torch.testing.assert_close(a(x), b(x), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(a.w2_EDF, MoELayer(whole, seed=6).w2_EDF)
+        assert not torch.equal(a.w2_EDF[0], a.w2_EDF[1])
+
+
+def test_layers_without_shared_expert_take_given_routes():
+    with create_context(CONFIG, VirtualGroup(2)) as context, torch.no_grad():
+        layer = MoELayer(context, shared_experts=0)
+        x = torch.randn(42, 32)
+        ids = torch.arange(42 * 3).view(42, 3) % 8
+        zero = layer(x, ids, torch.zeros(42, 3))
+        assert not zero.any()
+        assert layer(x, ids, torch.ones(42, 3)).any()
+        with pytest.raises(ValueError, match="must be given together"):
+            layer(x, ids)
+    with pytest.raises(ValueError, match="shared_experts=-1 must not be negative"):
+        MoELayer(context, shared_experts=-1)
+
+
+def test_training_lowers_a_loss():
+    torch.manual_seed(0)
+    with create_context(CONFIG, VirtualGroup(2)) as context:
+        layer = MoELayer(context, seed=1)
+        optimiser = torch.optim.Adam(layer.parameters(), lr=3e-3)
+        x, target = torch.randn(42, 32), torch.randn(42, 32)
+        losses = []
+        for _ in range(30):
+            optimiser.zero_grad()
+            loss = functional.mse_loss(layer(x), target)
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
