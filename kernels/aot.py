@@ -37,8 +37,9 @@ class Facts:
     `instructions` are the distinct matrix instructions. `tma_loads`, `tma_stores` count bulk
     tensor copies in the code. Bytes: `spill_bytes` per thread (stack and local memory),
     `shared_bytes` per program. `tensor_columns` of tensor memory. `resident` programs fit an SM.
-    `waits`, `signals`: atomic or ordered accesses to global memory, as written in the PTX, in
-    order. `async_fences`: orderings of ordinary accesses before descriptor reads.
+    `ordered`: the accesses to global memory that order others, as written in the PTX.
+    `async_fences`: orderings of ordinary accesses before descriptor reads. `specialised`: loads
+    and products run on warps of their own.
     """
 
     kernel: str
@@ -53,9 +54,9 @@ class Facts:
     warps: int
     stages: int
     resident: int
-    waits: tuple[str, ...]
-    signals: tuple[str, ...]
+    ordered: tuple[str, ...]
     async_fences: int
+    specialised: bool
     vector_accesses: int
     scalar_accesses: int
 
@@ -108,9 +109,9 @@ def compile_launch(launch: Launch, target: str) -> tuple[Facts, str]:
         warps=warps,
         stages=launch.num_stages,
         resident=resident(registers=usage["REG"], warps=warps, shared=shared, columns=columns),
-        waits=tuple(_WAIT.findall(ptx)),
-        signals=tuple(_SIGNAL.findall(ptx)),
-        async_fences=len(re.findall(r"fence\.proxy\.async(?:\.global)?;", ptx)),
+        ordered=tuple(_ORDERED.findall(ptx)),
+        async_fences=len(re.findall(r"fence\.proxy\.async;", ptx)),
+        specialised=warps > launch.num_warps,
         vector_accesses=len(re.findall(r"(?:ld|st)\.global\S*\.v[248]\.", ptx)),
         scalar_accesses=len(re.findall(r"(?:ld|st)\.global\S*\.b(?:8|16)\b", ptx)),
     ), ptx
@@ -128,8 +129,8 @@ def resident(*, registers: int, warps: int, shared: int, columns: int) -> int:
 
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*")
 # An atomic that adds nothing and is waited for comes out as a load with the same ordering.
-_WAIT = re.compile(r"\bld\.global\.(?:gpu|sys|cta|cluster)\.\w+\.\w+|\batom\.global\.[\w.]+")
-_SIGNAL = re.compile(r"\bred\.global\.[\w.]+|\bst\.global\.(?:gpu|sys)\.\w+\.\w+")
+_ORDERED = re.compile(r"\b(?:(?:ld|st)\.global\.(?:gpu|sys|cta|cluster)|atom\.global|red\.global)"
+                      r"\.[\w.]+")  # fmt: skip
 
 
 def _usage(cubin: bytes) -> dict[str, int]:

@@ -169,7 +169,7 @@ def count_sort(
         Launch(kernel=prefix_kernel, grid=keys,
                args={"counts_at": counts, "totals_at": totals_PK, "P": P, "blocks": blocks,
                      "KEYS": keys},
-               constants={"TOTALS": totals_PK is not None, "SCAN": choice.SCAN},
+               constants={"TOTALS": totals_PK is not None, "SCAN": min(choice.SCAN, triton.next_power_of_2(blocks))},
                num_warps=choice.warps),
         Launch(kernel=starts_kernel, grid=1,
                args={"counts_at": counts, "starts_at": starts, "G": G, "KEYS": keys,

@@ -63,7 +63,7 @@ def choose_grouped_gemm(
     of the tensor memory on Blackwell."""
     if target.interprets:
         # Small, so that small tests have several tiles, tails and groups.
-        return GemmChoice(BM=32, BN=64, BK=64, stages=1, warps=4, programs=1, group=2,
+        return GemmChoice(BM=64, BN=64, BK=64, stages=1, warps=4, programs=1, group=2,
                           parts=2 if gather else 0, gatherers=0, GK=64, warp_specialize=False)  # fmt: skip
     # A pull is 64 KiB per program and round trip: an eighth of the SMs keeps up with the product.
     gatherers = target.sms // 8 if gather else 0
@@ -71,9 +71,14 @@ def choose_grouped_gemm(
         return GemmChoice(BM=64, BN=64, BK=32, stages=2, warps=8, programs=target.sms, group=8,
                           parts=4 if gather else 0, gatherers=gatherers, GK=512,
                           warp_specialize=False)  # fmt: skip
-    return GemmChoice(BM=128, BN=256 if N > 128 else 128, BK=64, stages=4, warps=8,
-                      programs=target.sms, group=8, parts=8 if gather else 0,
-                      gatherers=gatherers, GK=2048, warp_specialize=False)  # fmt: skip
+    BN = 256 if N > 128 else 128
+    if not gather:
+        # Loads on warps of their own; Hopper's compiler adds the product's second warp group.
+        return GemmChoice(BM=128, BN=BN, BK=64, stages=3, warps=4 if target.arch == 90 else 8,
+                          programs=target.sms, group=8, parts=0, gatherers=0, GK=2048,
+                          warp_specialize=True)  # fmt: skip
+    return GemmChoice(BM=128, BN=BN, BK=64, stages=4, warps=8, programs=target.sms, group=8,
+                      parts=8, gatherers=gatherers, GK=2048, warp_specialize=False)  # fmt: skip
 
 
 @triton.jit

@@ -128,11 +128,11 @@ class RowsChoice:
 
 
 def choose_swiglu(target: Target, *, F: int) -> RowsChoice:
-    """Pure. Nothing but loads and stores: 4 programs per SM, each with 16 KiB of loads under way."""
+    """Pure. Nothing but loads and stores: 4 programs per SM, each with 12 KiB of loads under way."""
     if target.interprets:
         return RowsChoice(BR=16, BF=64, warps=4, programs=2)
     BF = min(1024, triton.next_power_of_2(F))
-    return RowsChoice(BR=max(1, 4096 // BF), BF=BF, warps=8, programs=4 * target.sms)
+    return RowsChoice(BR=max(1, 2048 // BF), BF=BF, warps=8, programs=4 * target.sms)
 
 
 @triton.jit

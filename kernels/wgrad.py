@@ -98,15 +98,19 @@ class WgradChoice:
     warp_specialize: bool
 
 
-def choose_wgrad(target: Target, *, M: int, N: int, itemsize: int) -> WgradChoice:
-    """Pure. As the other grouped products; one program per SM, which 3 stages fill enough."""
+def choose_wgrad(
+    target: Target, *, M: int, N: int, itemsize: int, accumulate: bool
+) -> WgradChoice:
+    """Pure. As the other grouped products. Half as wide where the gradient is read too, as both
+    tiles are in registers."""
     if target.interprets:
-        return WgradChoice(BM=32, BN=64, BK=32, stages=1, warps=4, programs=2, group=2,
+        return WgradChoice(BM=64, BN=64, BK=32, stages=1, warps=4, programs=2, group=2,
                            warp_specialize=False)  # fmt: skip
     if itemsize == 4:
         return WgradChoice(BM=64, BN=64, BK=32, stages=2, warps=8, programs=target.sms, group=8,
                            warp_specialize=False)  # fmt: skip
-    return WgradChoice(BM=128, BN=256 if N > 128 else 128, BK=64, stages=4, warps=8,
+    wide = N > 128 and not accumulate
+    return WgradChoice(BM=128, BN=256 if wide else 128, BK=64, stages=4, warps=8,
                        programs=target.sms, group=8, warp_specialize=False)  # fmt: skip
 
 
@@ -201,7 +205,9 @@ def _launch(
     accumulate: bool,
 ) -> list[Launch]:
     E, M, N = out_EMN.shape
-    choice = choose_wgrad(target, M=M, N=N, itemsize=dtype.itemsize)
+    choice = choose_wgrad(
+        target, M=M, N=N, itemsize=dtype.itemsize, accumulate=accumulate
+    )
     tensors = [t for t in (a, b, arena_B) if isinstance(t, Tensor)]
     aligned = in_16_bytes(*map(address, tensors))
     args = {
