@@ -107,7 +107,7 @@ def compile_launch(launch: Launch, target: str) -> tuple[Facts, str]:
         shared_bytes=shared,
         tensor_columns=columns,
         warps=warps,
-        stages=launch.num_stages,
+        stages=launch.num_stages if "STAGES" in launch.constants else 1,
         resident=resident(registers=usage["REG"], warps=warps, shared=shared, columns=columns),
         ordered=tuple(_ORDERED.findall(ptx)),
         async_fences=len(re.findall(r"fence\.proxy\.async;", ptx)),

@@ -238,8 +238,8 @@ def interleaving(tasks: Tensor, programs: Callable[[int], int], seed: int) -> It
     queues: list[list[list[int]]] = []
     for kind in (GATHER, PRODUCT):
         mine = [task for task in tasks.tolist() if task[Task.KIND] == kind]
-        count = programs(kind)
-        queues += [mine[p::count][::-1] for p in range(count) if mine[p::count]]
+        count = min(programs(kind), len(mine))
+        queues += [mine[p::count][::-1] for p in range(count)]
     counters: dict[int, int] = {}
     chance.shuffle(queues)
     while queues:
