@@ -29,6 +29,9 @@ def test_profiles_are_the_published_ones():
     assert Case.from_id("mok-training-ep32-bf16-native-packing-B-F3072").factors == PROFILES["B"]
 
 
+GOOD = {"backend": "dist_moe", "mode": "training", "ep": 8, "precision": "bf16",
+        "pipeline": "standard"}  # fmt: skip
+
 SYSTEMS = [
     (backend, pipeline, precision)
     for backend, pipelines in PIPELINES.items()
@@ -62,16 +65,21 @@ def test_id_survives_the_way_there_and_back(
     assert Case.from_id(case.id) == case
 
 
+def test_slot_by_default_holds_one_layer_whole_and_the_study_s_packing_at_2_5():
+    assert Case(**GOOD).slotFactor == 8
+    assert Case(**GOOD, scratchFactor=4.0).slotFactor == 4
+    assert Case(**GOOD, category="packing", profile="A").slotFactor == 2.5
+    one = Case(**GOOD, scratchFactor=4.0, slotFactor=1.5)
+    assert one.id.endswith("-slot1.5-scratch4")
+    assert Case.from_id(one.id) == one
+
+
 def test_an_id_of_another_shape_says_what_differs():
     case = Case(backend="baseline", pipeline="alltoall", precision="bf16", mode="training", ep=2,
                 T=512, D=1024, E=32, K=2, F=256, sharedExperts=0, slotFactor=0.5)  # fmt: skip
     assert case.id == (
         "baseline-training-ep2-bf16-alltoall-single_layer-i1-F256-T512-D1024-E32-K2-S0-slot0.5"
     )
-
-
-GOOD = {"backend": "dist_moe", "mode": "training", "ep": 8, "precision": "bf16",
-        "pipeline": "standard"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

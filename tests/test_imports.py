@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOW = (
     ("errors",),
+    ("files",),
     ("case",),
     ("routing",),
     ("formats", "hardware"),
@@ -23,7 +24,7 @@ FLOW = (
     ("explore",),
     ("parameters", "execute"),
     ("notebook",),
-    ("grid",),
+    ("grid", "study"),
     ("speed",),  # times the parts of the workbench, so it stands after all of them
     ("cli",),
 )

@@ -16,10 +16,10 @@ import pytest
 import typer
 
 import workbench
-from workbench.cli import execute
+from workbench.cli import reported
 from workbench.errors import InputError
 from workbench.grid import Grid, point_name, run_grid
-from workbench.notebook import MAX_BYTES, Run, read_run, run_dir, run_notebook, write_file
+from workbench.notebook import MAX_BYTES, Run, read_run, run_dir, run_notebook
 
 COMMAND = [sys.executable, "-m", "workbench.cli"]
 
@@ -281,9 +281,11 @@ def test_command_that_executes_one_notebook(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     notebook = write(tmp_path / "n.ipynb", "ep = 8", "assert ep == 8, 'not eight'")
-    assert execute(notebook, Path("r"), {"ep": 8}) == read_run(tmp_path / "r")
-    with pytest.raises(typer.Exit) as end:
-        execute(notebook, Path("r"), {"ep": 9})
+    with reported("n.ipynb") as on_cell:
+        run = run_notebook(notebook, Path("r"), {"ep": 8}, on_cell=on_cell)
+    assert run == read_run(tmp_path / "r")
+    with pytest.raises(typer.Exit) as end, reported("n.ipynb"):
+        run_notebook(notebook, Path("r"), {"ep": 9})
     assert end.value.exit_code == 1
     assert "AssertionError: not eight" in capsys.readouterr().err
     assert sorted(p.name for p in Path("r").iterdir()) == ["n.failed.ipynb", "run.json"]
@@ -338,16 +340,6 @@ def test_run_dir_and_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first != second
     assert first.parent == second.parent == tmp_path / "outputs/runs"
     assert run_dir(tmp_path / "x/y").is_dir()
-    target = tmp_path / "x/file.txt"
-    write_file(target, "é")
-    assert target.read_text(encoding="utf-8") == "é"
-    other = tmp_path / "x/other.txt"
-    other.touch()
-    assert target.stat().st_mode == other.stat().st_mode
-    with pytest.raises(UnicodeEncodeError):
-        write_file(target, "new \ud800")
-    assert target.read_text(encoding="utf-8") == "é"
-    assert {p.name for p in target.parent.iterdir()} == {"y", "file.txt", "other.txt"}
 
 
 def test_help_is_complete_and_imports_little() -> None:

@@ -9,6 +9,7 @@ An id is `{backend}-{mode}-ep{ep}-{precision}-{pipeline}-{category}-{label}-F{F}
 where it differs from the study: `-T512`, `-D1024`, `-E32`, `-K2`, `-S0`, `-slot1`, `-scratch4`.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -26,6 +27,9 @@ PROFILES: Mapping[str, tuple[float, ...]] = {
     "B": (0.7, 5.8, 1.2, 0.6, 3.6, 1, 7.2, 0.8, 2.3, 0.7),
 }
 """Imbalance factor of each of 10 layers in the study's packing cases."""
+
+PACKING_SLOT_FACTOR = 2.5
+"""slotFactor of the study's packing cases."""
 
 PIPELINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "dist_moe": {"standard": ("bf16",), "staged": ("mxfp8",), "mega": ("mxfp8",)},
@@ -62,7 +66,9 @@ class Case:
     `profile` (a name in PROFILES) or `imbalance`, and are given only with a profile of the
     user's own. `slotFactor` and `scratchFactor` size the activation slot and the scratch frame
     of dist_moe in training, and the rows that mok retains (slotFactor), as multiples of the
-    balanced load.
+    balanced load. By default slotFactor is 2.5 with a profile, as in the study's packing, and
+    scratchFactor without, so that a layer keeps all that it can receive: by their peak memory and
+    backward time the study's single layers do.
     """
 
     backend: str
@@ -81,7 +87,7 @@ class Case:
     E: int = STUDY_SHAPE["E"]
     K: int = STUDY_SHAPE["K"]
     sharedExperts: int = STUDY_SHAPE["sharedExperts"]
-    slotFactor: float = 2.5
+    slotFactor: float = math.nan
     scratchFactor: float = 8.0
 
     def __post_init__(self) -> None:
@@ -94,6 +100,8 @@ class Case:
         for name in ("ep", "F", "T", "D", "E", "K"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         _check(self.sharedExperts >= 0, "sharedExperts", self.sharedExperts, "must not be negative")
+        if math.isnan(self.slotFactor):
+            object.__setattr__(self, "slotFactor", self._default("slotFactor"))
         _check(self.slotFactor >= 0, "slotFactor", self.slotFactor, "must not be negative")
         _check(self.scratchFactor > 0, "scratchFactor", self.scratchFactor, "must be positive")
         _check(self.E % self.ep == 0, "E", self.E, f"must be divisible by ep={self.ep}")
@@ -131,8 +139,13 @@ class Case:
         return head + "".join(
             f"-{short}{getattr(self, name):g}"
             for short, name in _SUFFIXES.items()
-            if getattr(self, name) != _DEFAULTS[name]
+            if getattr(self, name) != self._default(name)
         )
+
+    def _default(self, name: str) -> Any:
+        if name == "slotFactor":
+            return self.scratchFactor if self.profile is None else PACKING_SLOT_FACTOR
+        return _DEFAULTS[name]
 
     @classmethod
     def from_id(cls, text: str, **given: Any) -> "Case":

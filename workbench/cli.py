@@ -5,15 +5,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 import workbench
 from workbench.errors import InputError
-
-if TYPE_CHECKING:
-    from workbench.notebook import Run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,14 +46,15 @@ def print_figures(figures: Mapping[str, float | int | str], as_json: bool) -> No
     Console().print(table)
 
 
-def execute(notebook: Path, out: Path, given: Mapping[str, Any]) -> "Run":
-    """`run_notebook` for a command that executes one notebook: with progress on stderr; a failing
-    cell is shown and ends the command with exit code 1, Ctrl-C with 130."""
-    from workbench.notebook import NotebookError, run_notebook
+@contextmanager
+def reported(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Around one notebook: progress on stderr by the yielded `on_cell`; a failing cell is shown and
+    ends the command with exit code 1, Ctrl-C with 130."""
+    from workbench.notebook import NotebookError
 
     try:
-        with _cell_progress(notebook.name) as on_cell:
-            return run_notebook(notebook, out, given, on_cell=on_cell)
+        with _cell_progress(name) as on_cell:
+            yield on_cell
     except NotebookError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
@@ -68,8 +66,7 @@ def execute(notebook: Path, out: Path, given: Mapping[str, Any]) -> "Run":
 @contextmanager
 def _cell_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
-        print(f"{name}: started", file=sys.stderr)
-        yield lambda index, cells: None
+        yield lambda index, cells: None if index else print(f"{name}: started", file=sys.stderr)
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -159,6 +156,152 @@ def run_command(
         raise typer.Exit(1)
 
 
+@app.command("report")
+def report_command(
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--param", "-p", metavar="NAME=VALUE", help="A parameter of the report notebook."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where run folders go [default: outputs/runs]."),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show-parameters", help="List the report's parameters and stop.")
+    ] = False,
+) -> None:
+    """Write the report of the published study, or of results of your own, and print its page.
+
+    * `-p ep=64 -p precision=mxfp8` reports on a part of the study.
+
+    * `-p results=PATH` on a result file, a record or a folder of records.
+
+    * `-p hardware=GB200` holds the cases against another device's peaks; `-p hardware_file=PATH`
+      takes the peaks from a file of your own.
+    """
+    from workbench.parameters import grid, notebook_parameters
+    from workbench.study import NOTEBOOK, build_report
+
+    if show:
+        _show_parameters(NOTEBOOK)
+        return
+    points = grid(NOTEBOOK, notebook_parameters(NOTEBOOK), param or [])
+    if len(points) > 1:
+        raise InputError("a report has one value per parameter; `workbench run` makes grids")
+    with reported(NOTEBOOK.name) as on_cell:
+        print(build_report(out, points[0], on_cell))
+
+
+@app.command("predict")
+def predict_command(
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Ids of cases, as in a record.")
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--param", "-p", metavar="NAME=VALUE[,VALUE...]",
+            help="A field of the case, or several values of it; may be repeated.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", metavar="FILE", help="[default: the published GB300 study]"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="The GPU [default: the calibrated one].")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list, every column.")] = False,
+) -> None:  # fmt: skip
+    """Predict iteration, forward and backward time and peak memory of cases.
+
+    * `workbench predict dist_moe-training-ep64-mxfp8-mega-single_layer-i4-F3072`
+
+    * `workbench predict -p pipeline=mega,staged -p mode=training -p ep=32,64 -p F=2048`
+
+    Times are in ms with their 90 % interval, memory in GiB. A prediction that rests on nothing
+    measured near it says why, and has a wider interval.
+    """
+    from workbench.hardware import load_hardware
+    from workbench.model.calibration import DEFAULT, load_calibration
+    from workbench.model.query import SHOWN, cases_of, records
+
+    cases = cases_of(ids or [], param or [])
+    hardware = load_hardware(device) if device else None
+    found = load_calibration(calibration or DEFAULT).predict(cases, hardware)
+    if as_json:
+        print(records(found))
+    else:
+        _print_frame(found[list(SHOWN)])
+
+
+@app.command("calibrate")
+def calibrate_command(
+    results: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RESULTS]",
+            help="A result file, record or folder of records [default: the published study].",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the calibration to FILE.")
+    ] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Refit without each protocol's cases; show errors.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False,
+) -> None:  # fmt: skip
+    """Fit the time model to measured cases and show its parameters, or how wrong it is.
+
+    With `--validate`: mean and worst error of every protocol on cases that the fit has not seen,
+    against the gates and goals that were set for the published study; exit code 1 if one of those
+    gates is missed.
+    """
+    from workbench.bench.record import REFERENCE, load_table
+    from workbench.model.calibrate import calibrate
+    from workbench.model.calibration import parameter_table
+    from workbench.model.validate import shown_protocols
+    from workbench.model.validate import validate as run_protocols
+
+    table = load_table(results or REFERENCE)
+    source = "" if results else "published GB300 study (2026-10-16)"
+    if out is not None:
+        calibrate(table, source=source).save(out)
+    if validate:
+        found = run_protocols(table)
+        if as_json:
+            print(found.to_json())
+        else:
+            _print_frame(shown_protocols(found))
+            print(
+                f"90 % intervals: {found.coverage:.1%} covered, median width "
+                f"{found.median_width:.1%}; {found.fits} fits in {found.seconds:.1f} s"
+            )
+        if not found.passed:
+            raise typer.Exit(1)
+    elif as_json:
+        print(json.dumps(calibrate(table, source=source).model_dump()))
+    elif out is None:
+        _print_frame(parameter_table(calibrate(table, source=source))[
+            ["parameter", "slot", "value", "unit"]])  # fmt: skip
+
+
+def _print_frame(frame: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*map(str, frame.columns))
+    for row in frame.itertuples(index=False, name=None):
+        table.add_row(
+            *("" if v != v else f"{v:,.4g}" if isinstance(v, float) else str(v) for v in row)
+        )
+    console = Console()
+    Console(width=None if console.is_terminal else 200).print(table)
+
+
 def _show_parameters(notebook: Path) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -229,6 +372,14 @@ def bench_plan_command(as_json: Json = False) -> None:
     from workbench.speed import bench_plan
 
     print_figures(bench_plan(), as_json)
+
+
+@bench.command("predict")
+def bench_predict_command(cases: int = 1_000_000, as_json: Json = False) -> None:
+    """Time to predict a table of a million random cases."""
+    from workbench.speed import bench_predict
+
+    print_figures(bench_predict(cases), as_json)
 
 
 @bench.command("runner")

@@ -21,6 +21,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from workbench.errors import InputError
+from workbench.files import write_atomic
 from workbench.notebook import (
     NotebookError,
     Run,
@@ -30,7 +31,6 @@ from workbench.notebook import (
     run_notebook,
     runs_dir,
     writable_folder,
-    write_file,
 )
 from workbench.parameters import grid, notebook_parameters
 
@@ -184,7 +184,7 @@ def _read_grid(folder: Path) -> Grid | None:
 
 
 def _write_index(folder: Path, state: Grid) -> None:
-    write_file(folder / "points.json", state.model_dump_json(indent=1) + "\n")
+    write_atomic(folder / "points.json", state.model_dump_json(indent=1) + "\n")
     names = sorted({name for point in state.points for name in point.given})
     head = ["", *names, "status", "seconds", "notebook", "page", "error"]
     rows = []
@@ -202,7 +202,7 @@ def _write_index(folder: Path, state: Grid) -> None:
         ]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     title = html.escape(f"{folder.name}: {state.notebook}")
-    write_file(
+    write_atomic(
         folder / "index.html",
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:15px sans-serif;margin:2em}table{border-collapse:collapse}"

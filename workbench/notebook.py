@@ -5,7 +5,6 @@ the executed notebook: under the notebook's own name if it is complete, else as
 `<stem>.failed.ipynb`. `run.log` has what the processes printed outside of cells, if anything.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -24,11 +23,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import workbench
 from workbench.errors import InputError
 from workbench.execute import GRACE_SECONDS
+from workbench.files import sha256, write_atomic
 from workbench.parameters import convert_all, notebook_parameters, parameters
 
 __all__ = [
     "MAX_BYTES", "NotebookError", "Run", "parameters", "plan_run", "read_run", "run_dir",
-    "run_notebook", "runs_dir", "writable_folder", "write_file",
+    "run_notebook", "runs_dir", "writable_folder",
 ]  # fmt: skip
 
 MAX_BYTES = 1_000_000
@@ -138,7 +138,7 @@ def run_notebook(
         raise NotebookError(f"{notebook}: {problem}")
     content = json.loads(partial.read_text(encoding="utf-8"))
     content["metadata"]["papermill"]["output_path"] = str(final)
-    write_file(final, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(final, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     partial.unlink()
     return close(status="complete", executed=final.name)
 
@@ -151,9 +151,9 @@ def plan_run(notebook: Path, given: Mapping[str, Any]) -> Run:
     return Run(
         status="running",
         notebook=str(notebook),
-        notebook_sha256=_sha256(notebook),
+        notebook_sha256=sha256(notebook),
         parameters=json.loads(json.dumps(values)),
-        inputs={str(path): _sha256(path) for path in sorted(set(_files(list(values.values()))))},
+        inputs={str(path): sha256(path) for path in sorted(set(_files(list(values.values()))))},
         version=workbench.__version__,
         started=_now(),
     )
@@ -207,24 +207,6 @@ def writable_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise InputError(f"out={folder} cannot be written: {error.strerror}") from error
-
-
-def write_file(path: Path, text: str) -> None:
-    """Writes `path` under another name and then renames it: it is whole, or as it was."""
-    with tempfile.NamedTemporaryFile(
-        dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            file.write(text.encode())
-            file.flush()
-            # a temporary file is private; give it the mode that any new file gets
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(file.name, 0o666 & ~umask)
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
 
 
 def _execute(
@@ -340,13 +322,8 @@ def _files(value: Any) -> Iterator[Path]:
             return  # a text that no file system takes for a name
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _write_run(folder: Path, run: Run) -> None:
-    write_file(folder / "run.json", run.model_dump_json(indent=1) + "\n")
+    write_atomic(folder / "run.json", run.model_dump_json(indent=1) + "\n")
 
 
 def _now() -> datetime:

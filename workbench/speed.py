@@ -1,4 +1,4 @@
-"""How fast the arithmetic is: what `workbench bench plan` prints."""
+"""How fast the arithmetic is: what `workbench bench plan` and `bench predict` print."""
 
 import statistics
 import time
@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.case import PROFILES, case_table, reference_matrix
+from workbench.model.calibration import load_calibration
 from workbench.model.cost import cost_table
 from workbench.moe.case_plan import plan_table
 
@@ -46,4 +47,23 @@ def bench_plan(cases: int = 100_000, repeats: int = 5) -> dict[str, float | int]
         "plan_s": statistics.median(plan for _, plan in taken),
         "cost_and_plan_s": statistics.median(both),
         "cost_and_plan_worst_s": max(both),
+    }
+
+
+def bench_predict(cases: int = 1_000_000, repeats: int = 5) -> dict[str, float | int]:
+    """Seconds (median and worst of `repeats`) to predict a table of random cases: times, floors,
+    intervals, peak memory and what is extrapolated, with the packaged calibration. `cpu_s` is the
+    median CPU time of both threads, which other work on the machine changes little."""
+    calibration, table = load_calibration(), random_cases(cases)
+    taken, used = [], []
+    for _ in range(repeats):
+        start, cpu = time.perf_counter(), time.process_time()
+        calibration.predict(table)
+        taken.append(time.perf_counter() - start)
+        used.append(time.process_time() - cpu)
+    return {
+        "cases": cases,
+        "predict_s": statistics.median(taken),
+        "predict_worst_s": max(taken),
+        "cpu_s": statistics.median(used),
     }

@@ -1,7 +1,6 @@
 import json
 import math
 import os
-import stat
 
 import pandas as pd
 import pytest
@@ -13,7 +12,6 @@ from workbench.bench.record import (
     load_table,
     match_pairs,
     to_document,
-    write_atomic,
 )
 from workbench.errors import InputError
 
@@ -215,22 +213,3 @@ def test_a_bad_table_leaves_the_old_file_alone(tmp_path):
         export_results(load_table().assign(iterationMS=-5.0), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["results.json"]
-
-
-def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    def full(fd):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match=r"x\.json: cannot be written: No space left"):
-        write_atomic(tmp_path / "x.json", "{}")
-    assert os.listdir(tmp_path) == []
-
-
-def test_write_atomic_makes_folders_and_a_readable_file(tmp_path):
-    write_atomic(tmp_path / "a" / "b.txt", "é")
-    assert (tmp_path / "a" / "b.txt").read_bytes() == b"\xc3\xa9"
-    assert stat.S_IMODE((tmp_path / "a" / "b.txt").stat().st_mode) == 0o644
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
-        write_atomic(tmp_path / "file" / "b.txt", "x")

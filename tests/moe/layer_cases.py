@@ -9,6 +9,7 @@ import torch
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.oracle import oracle, relative_error
+from workbench.moe.pages import Lender
 
 NAMES = ("y", "x", "scores", "w13", "w2")
 LIMIT = {"bfloat16": 1e-2, "float32": 1e-5}
@@ -110,10 +111,18 @@ def random_config(seed: int, ep: int, dtype: str, **given: Any) -> tuple[MoEConf
     return config, empty
 
 
+class Poisoned(Lender):
+    """Lends tensors of NaN, so that a gradient that is not written is seen."""
+
+    def empty_like(self, model: torch.Tensor) -> torch.Tensor:
+        return super().empty_like(model).fill_(float("nan"))
+
+
 def run(mine: Workload, context: Any, *, poison: bool = True) -> tuple[torch.Tensor, ...]:
     """y and the gradients of x, scores, w13, w2 of a rank, through a poisoned arena."""
     leaves = mine.leaves()
     if poison:
+        context.lender = Poisoned()
         context.poison()
         context.group.barrier("poisoned")
     y = routed_experts(leaves[0], mine.ids, leaves[1], leaves[2], leaves[3], context)

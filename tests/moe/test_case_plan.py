@@ -59,6 +59,13 @@ def test_even_rows_pad_like_a_list_of_experts(multiple):
             assert evenly_padded_rows(rows, experts, multiple) == listed
 
 
+def test_the_study_s_single_layers_recompute_and_replay_nothing():
+    single = load_table().query("category != 'packing' and mode == 'training'")
+    plans = plan_table(single)
+    assert plans["recomputedLayers"].dropna().eq(0).sum() == 27
+    assert plans["totalReplayRows"].dropna().eq(0).sum() == 18
+
+
 def packed(slot, factors=(2.0, 1.0, 0.5, 1.5)):
     return Case(backend="dist_moe", mode="training", ep=4, precision="bf16", pipeline="standard",
                 category="packing", profile="mine", factors=factors, T=64, D=64, E=16, K=2, F=64,

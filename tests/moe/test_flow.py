@@ -9,7 +9,7 @@ import workbench
 
 ROOT = Path(workbench.__file__).parents[1]
 FLOW = ("errors", "case", "hardware", "routing", "kernels", "moe", "bench")
-MOE = ("config", "plan_ours", "failures", "pages", "group", "step", "pipelines", "executor_torch",
+MOE = ("config", "plan_ours", "traffic", "failures", "pages", "group", "step", "pipelines", "executor_torch",
        "context", "autograd", "layer")  # fmt: skip
 
 

@@ -110,6 +110,21 @@ def test_same_bits_with_and_without_recomputation():
     assert seen == {0, 1, 2, 3, 4}
 
 
+def test_only_a_layer_that_was_not_saved_is_produced_again():
+    """Backward reads a saved layer from the slot: spoilt there, it is spoilt in the result."""
+    config = replace(SMALL, layers=1)
+    work = workload(config, 4)
+    for slot_factor, spoilt in ((4.0, True), (0.0, False)):
+        leaves = work.leaves()
+        with create_context(replace(config, slot_factor=slot_factor), VirtualGroup(4)) as context:
+            y = routed_experts(leaves[0], work.ids, *leaves[1:], context)
+            for rank in range(4):
+                context.memory(rank).own("slot").fill_(0xFF)
+                context.memory(rank).own("h1_R2F").fill_(float("nan"))
+            y.backward(work.dy)
+        assert bool(leaves[0].grad.isnan().any()) == spoilt
+
+
 def test_same_bits_in_20_runs():
     work = workload(SMALL, 12)
     first, _ = _stack(SMALL, work, 0.6)

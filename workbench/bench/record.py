@@ -7,8 +7,6 @@ in the row's `extra`. `table.attrs["source"]` is the file it came from.
 """
 
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from workbench.bench.schema import (
 )
 from workbench.case import Case
 from workbench.errors import InputError
+from workbench.files import write_atomic
 
 REFERENCE = Path(str(resources.files("workbench") / "data" / "gb300-2026-10-16.json"))
 """The published GB300 study of 2026-10-16, unchanged."""
@@ -141,27 +140,6 @@ def export_results(table: pd.DataFrame, path: str | Path) -> None:
     document = to_document(table)
     validate(ResultFile, document, path)
     write_atomic(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file under its final name only when it is complete. Raises InputError if the
-    folder cannot be written."""
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _table(records: Sequence[Record], cases: list[Case], meta: dict[str, Any]) -> pd.DataFrame:
