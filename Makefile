@@ -8,7 +8,7 @@ PINS := pyproject.toml constraints-cpu.txt constraints-cuda.txt tools/install
 help:
 	@echo "make run    install what is missing, then write the report and print the path of its page"
 	@echo "make test   lint, type check and tests in the same environment"
-	@echo "make lab    open JupyterLab on the notebooks"
+	@echo "make lab    open JupyterLab on the index of the notebooks"
 	@echo "make clean  remove .venv and caches; outputs/ stays"
 	@echo "PYTHON=python3.12 make run picks the Python that .venv is made with"
 
@@ -22,7 +22,7 @@ test: $(VENV)/.test $(VENV)/.browser
 	$(PY) -m pytest -q --durations=10
 
 lab: $(VENV)/.run
-	$(VENV)/bin/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(VENV)/bin/jupyter lab notebooks/00_index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

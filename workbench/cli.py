@@ -382,6 +382,14 @@ def bench_predict_command(cases: int = 1_000_000, as_json: Json = False) -> None
     print_figures(bench_predict(cases), as_json)
 
 
+@bench.command("explore")
+def bench_explore_command(changes: int = 200, as_json: Json = False) -> None:
+    """Time from a control's change to the updated figure, for each explorer, in the kernel."""
+    from workbench.speed import bench_explore
+
+    print_figures(bench_explore(changes), as_json)
+
+
 @bench.command("runner")
 def bench_runner(repeats: int = 3, as_json: Json = False) -> None:
     """Time from call to return for a notebook that does nothing: what the runner itself costs."""

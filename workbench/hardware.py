@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,8 +116,7 @@ def _read(path: str | Path | None) -> tuple[str, dict[str, _Device]]:
     place = "hardware.toml" if path is None else str(path)
     source = files("workbench") / "data" / "hardware.toml" if path is None else Path(path)
     try:
-        content = tomllib.loads(source.read_text(encoding="utf-8"))
-        devices = _FILE.validate_python(content)
+        devices = _parse(source.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{place}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -129,6 +129,11 @@ def _read(path: str | Path | None) -> tuple[str, dict[str, _Device]]:
     if not devices:
         raise InputError(f"{place}: must describe at least one device")
     return place, devices
+
+
+@lru_cache(maxsize=8)
+def _parse(text: str) -> dict[str, _Device]:
+    return _FILE.validate_python(tomllib.loads(text))
 
 
 def known_devices(path: str | Path | None = None) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -26,9 +26,12 @@ from workbench.execute import GRACE_SECONDS
 from workbench.files import sha256, write_atomic
 from workbench.parameters import convert_all, notebook_parameters, parameters
 
+if TYPE_CHECKING:
+    from workbench.explore.explorer import Explorer
+
 __all__ = [
-    "MAX_BYTES", "NotebookError", "Run", "parameters", "plan_run", "read_run", "run_dir",
-    "run_notebook", "runs_dir", "writable_folder",
+    "MAX_BYTES", "NotebookError", "Run", "interactive", "parameters", "plan_run", "present",
+    "read_run", "run_dir", "run_notebook", "runs_dir", "writable_folder",
 ]  # fmt: skip
 
 MAX_BYTES = 1_000_000
@@ -176,6 +179,30 @@ def run_dir(out_dir: str | Path | None = None) -> Path:
     folder = Path(out_dir) if out_dir else new_run_dir("notebook")
     writable_folder(folder)
     return folder
+
+
+def interactive() -> bool:
+    """Whether a person can answer the cell that runs: its client takes requests for input.
+
+    JupyterLab and its like do; papermill, nbconvert and our runner say that they do not.
+    """
+    from IPython.core.getipython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    request = kernel.get_parent("shell") if kernel is not None else {}
+    return bool(request.get("content", {}).get("allow_stdin", False))
+
+
+def present(explorer: "Explorer", out_dir: str | Path | None = None) -> None:
+    """Display an explorer: its widgets for a person, else the exported figure of its state.
+
+    The figure's files and the table go to `run_dir(out_dir)`.
+    """
+    if interactive():
+        explorer.show()
+        return
+    explorer.export(run_dir(out_dir)).show(explorer.name)
+    print(explorer.sentence())
 
 
 def runs_dir() -> Path:

@@ -1,4 +1,4 @@
-"""How fast the arithmetic is: what `workbench bench plan` and `bench predict` print."""
+"""How fast the workbench itself is: what `workbench bench plan`, `predict`, `explore` print."""
 
 import statistics
 import time
@@ -67,3 +67,38 @@ def bench_predict(cases: int = 1_000_000, repeats: int = 5) -> dict[str, float |
         "predict_worst_s": max(taken),
         "cpu_s": statistics.median(used),
     }
+
+
+def bench_explore(changes: int = 200, seed: int = 0) -> dict[str, float | int]:
+    """Milliseconds from a random control's change to the live figure's update: median, 95th
+    percentile and worst, and the 95th percentile of processor time, for each explorer.
+
+    Only changes that led to a possible state count. What JupyterLab then takes to draw does not.
+    """
+    from workbench.explore.imbalance import ImbalanceExplorer
+    from workbench.explore.precision import PrecisionExplorer
+    from workbench.explore.width import WidthExplorer
+
+    figures: dict[str, float | int] = {"changes": changes}
+    for explorer in (ImbalanceExplorer(), WidthExplorer(), PrecisionExplorer()):
+        explorer.widget()
+        rng = np.random.default_rng(seed)
+        wall: list[float] = []
+        cpu: list[float] = []
+        while len(wall) < changes:
+            before = explorer.view
+            start, busy = time.perf_counter(), time.process_time()
+            explorer.step(rng)
+            taken = 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - busy)
+            if explorer.view is not before:
+                wall.append(taken[0])
+                cpu.append(taken[1])
+            elif explorer.problem:  # do not stay where nothing is possible
+                explorer.set(E=384, D=7168, F=3072, K=6)
+        name = explorer.name
+        figures[f"{name}_p50_ms"], figures[f"{name}_p95_ms"] = np.percentile(
+            wall, [50, 95]
+        ).tolist()
+        figures[f"{name}_max_ms"] = max(wall)
+        figures[f"{name}_p95_cpu_ms"] = float(np.percentile(cpu, 95))
+    return figures

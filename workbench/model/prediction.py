@@ -97,8 +97,11 @@ def predict_table(
         flop *= np.where(terms.training, 3, 1)
         out["usefulTFPerGPU"][rows] = flop / (times.iteration * 1e9)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(one, _blocks(groups)))
+    if count < BLOCK:  # so little that the threads would only take turns
+        list(map(one, _blocks(groups)))
+    else:
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(one, _blocks(groups)))
     _refuse_no_link(table, out["iterationMS"], hardware)
     extrapolated = out["why"] > 0
     width = np.where(extrapolated, calibration.interval_extrapolated, calibration.interval)

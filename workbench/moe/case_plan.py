@@ -118,7 +118,7 @@ def plan_table(table: pd.DataFrame) -> pd.DataFrame:
     Columns named as the published `capacity` fields hold the same quantity. `scratchRows` is the
     hard bound of dist_moe on `busiestPaddedRows`, the most rows of any rank and layer.
     """
-    planned = pd.DataFrame(np.nan, index=table.index, columns=list(PLAN_COLUMNS))
+    planned = {name: np.full(len(table), np.nan) for name in PLAN_COLUMNS}
     for backend in ("dist_moe", "mok"):
         chosen = (table["backend"] == backend).to_numpy()
         plans = CasePlans(table=table[chosen], backend=backend)
@@ -143,8 +143,8 @@ def plan_table(table: pd.DataFrame) -> pd.DataFrame:
                 "totalReplayRows": plans.replay_rows.sum(axis=1),
             }
         for name, values in found.items():
-            planned.loc[chosen, name] = values
-    return planned
+            planned[name][chosen] = values
+    return pd.DataFrame(planned, index=table.index)
 
 
 def layer_table(case: Case) -> pd.DataFrame:
