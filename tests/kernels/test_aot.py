@@ -3,15 +3,13 @@
 One process per target compiles, as a process in interpreter mode cannot; Triton caches on disk.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 
+from workbench.bench.kernel_table import kernel_rows
 from workbench.kernels.aot import SHARED_PER_SM, TARGETS, resident
 
 GEMMS = {
@@ -25,14 +23,7 @@ MATRIX = {"sm_90a": r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k16\.f32\.bf
 
 
 def compiled_for(target, folder):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "workbench.cli", "kernels", "--all", "--json", "--target", target,
-         "--ptx", str(folder)],
-        capture_output=True, text=True, check=False, env=environment, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [asdict(row) for row in kernel_rows(targets=[target], ptx=folder)]
     for row in rows:
         name = row["op"].replace(", ", "-")
         row["ptx"] = [path.read_text() for path in folder.glob(f"{name}.*.{row['kernel']}.*.ptx")]

@@ -4,6 +4,10 @@ A row is what the compiler made of one launch, what the launch must move and com
 that this takes at the device's peaks: a floor, not a measurement.
 """
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +15,7 @@ from pathlib import Path
 from workbench.errors import InputError
 from workbench.hardware import Hardware, load_hardware
 from workbench.kernels.aot import TARGETS, compile_launch
-from workbench.kernels.device import Launch
+from workbench.kernels.device import INTERPRET, Launch
 from workbench.kernels.catalogue import MAIN, Sizes, Work, launches, work
 
 DEVICE = {"sm_90a": "H200", "sm_100a": "B200", "sm_103a": "GB300"}
@@ -64,7 +68,8 @@ def kernel_rows(
 ) -> Iterator[KernelRow]:
     """Compiles and yields row by row. With `ptx`, writes each kernel's PTX into that folder.
 
-    Raises InputError for an unknown target or op.
+    A process that interprets kernels cannot compile them: there, another one does. Raises
+    InputError for an unknown target or op.
     """
     sizes = sizes or Sizes()
     for target in targets:
@@ -74,6 +79,10 @@ def kernel_rows(
         for op in ops or table:
             if op not in table:
                 raise InputError(f"op={op} must be one of {', '.join(table)}")
+        if INTERPRET.value:
+            yield from _elsewhere(sizes, target, ops, ptx)
+            continue
+        for op in ops or table:
             main = MAIN.get(op, len(table[op]) - 1)
             for i, launch in enumerate(table[op]):
                 facts, code = compile_launch(launch, target)
@@ -99,6 +108,24 @@ def kernel_rows(
                     link_mb=does.link_bytes / 1e6, bound_by=bound,
                     predicted_us=seconds * 1e6, origin="predicted", run=NOT_RUN,
                 )  # fmt: skip
+
+
+def _elsewhere(
+    sizes: Sizes, target: str, ops: Sequence[str] | None, ptx: Path | None
+) -> Iterator[KernelRow]:
+    """The rows of a target from a process that compiles."""
+    command = [sys.executable, "-m", "workbench.cli", "kernels", "--all", "--json",
+               "--target", target, "--ep", str(sizes.ep)]  # fmt: skip
+    for op in ops or ():
+        command += ["--op", op]
+    if ptx is not None:
+        command += ["--ptx", str(ptx)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    for line in done.stdout.splitlines():
+        yield KernelRow(**json.loads(line))
 
 
 def _floor(does: Work, hardware: Hardware) -> tuple[str, float]:
