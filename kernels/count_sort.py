@@ -82,7 +82,7 @@ def prefix_kernel(counts_at, totals_at, P, blocks, KEYS, TOTALS: tl.constexpr,
             tl.store(counts + source * blocks + block, upto, mask=block < blocks)
             before += tl.sum(count, 0)
         if TOTALS:
-            total = (before - at_start + tl.full([], 0, tl.int64))
+            total = before - at_start + tl.full([], 0, tl.int64)
             tl.store(pointer(totals_at, tl.int64) + source * KEYS + key, total)
     sums = pointer(counts_at, tl.int32) + tl.full([], 0, tl.int64) + P * blocks * KEYS
     tl.store(sums + key, before)
@@ -160,7 +160,7 @@ def count_sort(
     counts = torch.empty(keys * G + keys, dtype=torch.int32, device=device)
     if starts is None:
         starts = torch.empty(held + 1, dtype=torch.int64, device=device)
-    items = {"bases_at": bases_P, "offset": offset, "decision_at": decision,
+    items: dict[str, int | Tensor | None] = {"bases_at": bases_P, "offset": offset, "decision_at": decision,
              "counts_at": counts, "N": N, "blocks": blocks}  # fmt: skip
     when = {"OK": ok, "ROWS_WORD": rows_word, "BLOCK": choice.BLOCK}
     return [
@@ -169,7 +169,8 @@ def count_sort(
         Launch(kernel=prefix_kernel, grid=keys,
                args={"counts_at": counts, "totals_at": totals_PK, "P": P, "blocks": blocks,
                      "KEYS": keys},
-               constants={"TOTALS": totals_PK is not None, "SCAN": min(choice.SCAN, triton.next_power_of_2(blocks))},
+               constants={"TOTALS": totals_PK is not None,
+                          "SCAN": min(choice.SCAN, triton.next_power_of_2(blocks))},
                num_warps=choice.warps),
         Launch(kernel=starts_kernel, grid=1,
                args={"counts_at": counts, "starts_at": starts, "G": G, "KEYS": keys,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .device import Launch, Target, pointer, word
 from .memory import Peers
-from .words import DECIDE_WORDS, HEAD_WORDS, TEXT_BYTES, Code, Decide, Head, Peak
+from .words import DECIDE_WORDS, TEXT_BYTES, Code, Decide, Head, Peak
 
 
 def decide_torch(
@@ -109,8 +109,8 @@ def _note(
     first_error: Tensor,
     error_text: Tensor,
 ) -> None:
-    for word, value in zip((Decide.CODE, Decide.RANK, Decide.A, Decide.B), found, strict=True):
-        mine[word] = value
+    for index, value in zip((Decide.CODE, Decide.RANK, Decide.A, Decide.B), found, strict=True):
+        mine[index] = value
     code, who, *_ = found
     if code != Code.OK and first_error[Decide.CODE] == Code.OK:
         first_error.copy_(mine)

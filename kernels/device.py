@@ -180,13 +180,12 @@ def signal(counter, SCOPE: tl.constexpr):
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """float32 x as DTYPE, to nearest, ties to even."""
-    if INTERPRET and DTYPE == tl.bfloat16:
+    if INTERPRET and tl.bfloat16 == DTYPE:
         # The interpreter's own conversion truncates.
         bits = tl.where(x == x, x, 0.0).to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, bits, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        return x.to(DTYPE)
+    return x.to(DTYPE)
 
 
 @triton.jit
@@ -196,8 +195,7 @@ def widened(x):
         # Exact, and many times faster than the interpreter's own conversion.
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -206,7 +204,6 @@ def matmul(a, b, acc, DTYPE: tl.constexpr):
     if INTERPRET:
         # The interpreter multiplies the raw integers of BF16.
         return tl.dot(widened(a), widened(b), acc, input_precision="ieee")
-    elif DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         return tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc)
+    return tl.dot(a, b, acc)

@@ -64,7 +64,8 @@ def choose_grouped_gemm(
     if target.interprets:
         # Small, so that small tests have several tiles, tails and groups.
         return GemmChoice(BM=64, BN=64, BK=64, stages=1, warps=4, programs=1, group=2,
-                          parts=2 if gather else 0, gatherers=0, GK=64, warp_specialize=False)  # fmt: skip
+                          parts=2 if gather else 0, gatherers=0, GK=64,
+                          warp_specialize=False)  # fmt: skip
     # A pull is 64 KiB per program and round trip: an eighth of the SMs keeps up with the product.
     gatherers = target.sms // 8 if gather else 0
     if itemsize == 4:  # a test dtype: FMA units, no tensor cores
@@ -184,7 +185,7 @@ def grouped_gemm_kernel(
     products = tl.load(counts + 1)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    if GATHERS and not MERGED:
+    if GATHERS and not MERGED:  # noqa: SIM102 (this one is decided by the compiler)
         if program < GATHERERS:
             for i in range(program, gathers, GATHERERS):
                 task = tasks + i * 8
@@ -288,7 +289,8 @@ def grouped_gemm(
         "GK": choice.GK, "GATHERERS": choice.gatherers,
     }  # fmt: skip
     product = Launch(kernel=grouped_gemm_kernel, grid=choice.programs, args=args,
-                     constants=constants, num_warps=choice.warps, num_stages=choice.stages)  # fmt: skip
+                     constants=constants, num_warps=choice.warps,
+                     num_stages=choice.stages)  # fmt: skip
     return [table.launch, product]
 
 

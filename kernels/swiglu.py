@@ -128,7 +128,7 @@ class RowsChoice:
 
 
 def choose_swiglu(target: Target, *, F: int) -> RowsChoice:
-    """Pure. Nothing but loads and stores: 4 programs per SM, each with 12 KiB of loads under way."""
+    """Pure. Nothing but loads and stores: 4 programs per SM, each with 12 KiB under way."""
     if target.interprets:
         return RowsChoice(BR=16, BF=64, warps=4, programs=2)
     BF = min(1024, triton.next_power_of_2(F))
@@ -230,7 +230,9 @@ def swiglu(
 ) -> list[Launch]:
     """As the twin."""
     choice, constants = _rows(target, arena_B, act_RF, limit)
-    args = {"arena_at": arena_B, "decision_at": decision, "act_at": act_RF, "F": act_RF.shape[1]}
+    args: dict[str, int | Tensor | None] = {
+        "arena_at": arena_B, "decision_at": decision, "act_at": act_RF, "F": act_RF.shape[1],
+    }  # fmt: skip
     return [Launch(kernel=swiglu_kernel, grid=choice.programs, args=args, constants=constants,
                    num_warps=choice.warps)]  # fmt: skip
 
@@ -252,7 +254,7 @@ def swiglu_backward(
 ) -> list[Launch]:
     """As the twin."""
     choice, constants = _rows(target, arena_B, act_RF, limit, g_RF)
-    args = {
+    args: dict[str, int | Tensor | None] = {
         "arena_at": arena_B, "decision_at": decision, "rank_at": rank_R, "row_at": row_R,
         "scores_bases_at": scores.bases_P, "scores_offset": scores.offset, "g_at": g_RF,
         "dscores_bases_at": dscores.bases_P, "dscores_offset": dscores.offset,

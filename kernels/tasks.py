@@ -111,10 +111,7 @@ def task_table_torch(
         gathers += some
         products += others
         merged += some + others
-    if shape.merged:
-        lists = {0: merged}
-    else:
-        lists = {0: gathers, at: products}
+    lists = {0: merged} if shape.merged else {0: gathers, at: products}
     for start, rows_ in lists.items():
         if rows_:
             tasks[start : start + len(rows_)] = torch.tensor(rows_, dtype=torch.int32)

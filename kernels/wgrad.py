@@ -98,9 +98,7 @@ class WgradChoice:
     warp_specialize: bool
 
 
-def choose_wgrad(
-    target: Target, *, M: int, N: int, itemsize: int, accumulate: bool
-) -> WgradChoice:
+def choose_wgrad(target: Target, *, M: int, N: int, itemsize: int, accumulate: bool) -> WgradChoice:
     """Pure. As the other grouped products. Half as wide where the gradient is read too, as both
     tiles are in registers."""
     if target.interprets:
@@ -205,9 +203,7 @@ def _launch(
     accumulate: bool,
 ) -> list[Launch]:
     E, M, N = out_EMN.shape
-    choice = choose_wgrad(
-        target, M=M, N=N, itemsize=dtype.itemsize, accumulate=accumulate
-    )
+    choice = choose_wgrad(target, M=M, N=N, itemsize=dtype.itemsize, accumulate=accumulate)
     tensors = [t for t in (a, b, arena_B) if isinstance(t, Tensor)]
     aligned = in_16_bytes(*map(address, tensors))
     args = {

@@ -366,6 +366,17 @@ def kernels_command(
     Console(width=None if sys.stdout.isatty() else 220).print(table)
 
 
+@bench.command("kernels")
+def bench_kernels_command(as_json: Json = False) -> None:
+    """Triton kernels against torch's grouped product, cuBLAS and `alltoall`, on a GPU.
+
+    Ratios are of rates: above 1 ours is faster. Without a GPU every figure says so.
+    """
+    from workbench.bench.kernel_bench import bench_kernels
+
+    print_figures(bench_kernels(), as_json)
+
+
 @bench.command("plan")
 def bench_plan_command(as_json: Json = False) -> None:
     """Time to cost and plan a table of 100,000 random cases."""

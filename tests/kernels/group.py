@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from workbench.kernels.memory import Peers
 from workbench.kernels.words import DECIDE_WORDS, Decide
 

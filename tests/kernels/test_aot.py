@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
+from workbench.kernels.aot import SHARED_PER_SM, TARGETS, resident
 
 from workbench.bench.kernel_table import kernel_rows
-from workbench.kernels.aot import SHARED_PER_SM, TARGETS, resident
 
 GEMMS = {
     "dispatch_w13", "w2_combine", "w2_dgrad", "w13_dgrad_combine", "w2_wgrad", "w13_wgrad",
@@ -144,7 +144,10 @@ def order_faults(ptx):
             faults.append("a descriptor read before the acquire")
     if "release" in found:
         before = found[: found.index("release")]
-        if "barrier" not in before or "store" in before[len(before) - before[::-1].index("barrier"):]:
+        if (
+            "barrier" not in before
+            or "store" in before[len(before) - before[::-1].index("barrier") :]
+        ):
             faults.append("no barrier between stores and the release")
     return faults
 

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-
 from group import Group
 from workbench.kernels.decide import (
     decide,

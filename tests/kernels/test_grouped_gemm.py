@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from group import ROWS, Group, close, decided, expert_of, normal, routed
 from workbench.kernels.combine import (
     w2_combine,

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from group import decided, normal
 from workbench.kernels.device import INTERPRETER
 from workbench.kernels.grouped_gemm import choose_grouped_gemm, grouped_gemm_tasks_torch

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from group import Group, decided, normal, routed
 from workbench.kernels.device import INTERPRETER, run
 from workbench.kernels.grouped_gemm import grouped_gemm

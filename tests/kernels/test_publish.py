@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from group import normal
 from workbench.kernels.device import INTERPRETER, run
 from workbench.kernels.publish import (

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from group import Group, decided, normal
 from workbench.kernels.device import INTERPRETER, run
 from workbench.kernels.permute import (

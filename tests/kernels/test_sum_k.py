@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from group import close, decided, normal
 from workbench.kernels.device import INTERPRETER, run
 from workbench.kernels.sum_k import sum_k, sum_k_torch, take_dscores, take_dscores_torch

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
 from group import LIMIT, ROWS, Group, close, decided, normal, routed
 from workbench.kernels.device import INTERPRETER, run
 from workbench.kernels.swiglu import (

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from workbench.kernels.device import INTERPRETER, run
 from workbench.kernels.tasks import (
     GATHER,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from group import ROWS, close, decided, expert_of, normal
 from workbench.kernels.device import INTERPRETER, run
 from workbench.kernels.wgrad import w2_wgrad, w2_wgrad_torch, w13_wgrad, w13_wgrad_torch

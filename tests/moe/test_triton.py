@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-
 from layer_cases import LIMIT, as_float64, errors, random_config, run, workload
+
 from workbench.errors import InputError
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
@@ -41,7 +41,7 @@ def test_random_cases(seed, ep):
     triton, torch_, _ = both(config, work)
     for name, error in errors(triton, work.exact()).items():
         assert error < LIMIT[dtype], (name, config)
-    for name, a, b in zip("y x scores w13 w2".split(), triton, torch_, strict=True):
+    for name, a, b in zip(["y", "x", "scores", "w13", "w2"], triton, torch_, strict=True):
         error = relative_error(as_float64(a), as_float64(b))
         assert error < LIMIT[dtype], (name, config)
 

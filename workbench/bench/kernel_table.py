@@ -15,8 +15,8 @@ from pathlib import Path
 from workbench.errors import InputError
 from workbench.hardware import Hardware, load_hardware
 from workbench.kernels.aot import TARGETS, compile_launch
-from workbench.kernels.device import INTERPRET, Launch
 from workbench.kernels.catalogue import MAIN, Sizes, Work, launches, work
+from workbench.kernels.device import INTERPRET, Launch
 
 DEVICE = {"sm_90a": "H200", "sm_100a": "B200", "sm_103a": "GB300"}
 """Target -> the device whose peaks a floor is computed with."""
@@ -146,6 +146,4 @@ def _tile(sizes: Sizes, does: Work, launch: Launch) -> tuple[int, int]:
     if "BM" not in c:
         return 0, does.hbm_bytes // does.tiles
     inner = args["K"] if "K" in args else sizes.R // sizes.e
-    return 2 * c["BM"] * c["BN"] * inner, item * (
-        (c["BM"] + c["BN"]) * inner + c["BM"] * c["BN"]
-    )
+    return 2 * c["BM"] * c["BN"] * inner, item * ((c["BM"] + c["BN"]) * inner + c["BM"] * c["BN"])

@@ -1,4 +1,4 @@
-"""The triton executor: an op is the launches that its host entry in `kernels` returns, run in order.
+"""The triton executor: an op is the launches that its host entry in `kernels` returns, in order.
 
 On a GPU they are queued on the current stream; with TRITON_INTERPRET=1 they run in Triton's
 interpreter, which needs no GPU and is for tests.
