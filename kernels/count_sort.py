@@ -160,8 +160,10 @@ def count_sort(
     counts = torch.empty(keys * G + keys, dtype=torch.int32, device=device)
     if starts is None:
         starts = torch.empty(held + 1, dtype=torch.int64, device=device)
-    items: dict[str, int | Tensor | None] = {"bases_at": bases_P, "offset": offset, "decision_at": decision,
-             "counts_at": counts, "N": N, "blocks": blocks}  # fmt: skip
+    items: dict[str, int | Tensor | None] = {
+        "bases_at": bases_P, "offset": offset, "decision_at": decision, "counts_at": counts,
+        "N": N, "blocks": blocks,
+    }  # fmt: skip
     when = {"OK": ok, "ROWS_WORD": rows_word, "BLOCK": choice.BLOCK}
     return [
         Launch(kernel=count_kernel, grid=G, args={**items, "KEYS": keys},

@@ -353,7 +353,8 @@ def kernels_command(
     from rich.table import Table
 
     table = Table("op", "target", "matrix instruction", "TMA", "regs", "spill B", "smem B",
-                  "stages", "resident", "FLOP/tile", "B/tile", "bound by", "floor us", "run")  # fmt: skip
+                  "stages", "resident", "FLOP/tile", "B/tile", "bound by", "floor us",
+                  "run")  # fmt: skip
     for row in rows:
         unit = row.instruction.split(".sync")[0].replace(".cta_group::1", "")
         table.add_row(

@@ -35,7 +35,7 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ptx")
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda t: compiled_for(t, folder / t), TARGETS))
-    return {target: rows for target, rows in zip(TARGETS, found, strict=True)}
+    return dict(zip(TARGETS, found, strict=True))
 
 
 def of(rows, target, op):

@@ -52,7 +52,8 @@ def both(heads, texts, counts, state, **given):
         mine = {name: value.clone() for name, value in state.items()}
         arguments = {"heads": heads, "texts": texts, "counts_PE": counts, **mine, "entry": 2,
                      "slot_at": 4096, "x_row_bytes": 66, "h1_row_bytes": 38,
-                     "x_scratch_at": 1 << 33, "h1_scratch_at": (1 << 33) + 128, **given}  # fmt: skip
+                     "x_scratch_at": 1 << 33, "h1_scratch_at": (1 << 33) + 128,
+                     **given}  # fmt: skip
         if how == "kernel":
             run(decide(INTERPRETER, **arguments))
         else:
@@ -136,7 +137,8 @@ def test_backward_goes_on_where_headers_agree():
     heads, texts, _, state = scene(3, 3, seed=3)
     decision = torch.arange(DECIDE_WORDS) + 1
     run(decide_backward(INTERPRETER, heads=heads, texts=texts, decision=decision,
-                        first_error=state["first_error"], error_text=state["error_text"]))  # fmt: skip
+                        first_error=state["first_error"],
+                        error_text=state["error_text"]))  # fmt: skip
     assert decision[Decide.OK] == 1
     assert decision[Decide.CODE] == 0
     assert not state["first_error"].any()

@@ -21,7 +21,8 @@ SHAPE = Shape(block=16, parts=3, columns=3, group=2, merged=False)
 def table(shape=SHAPE, rows=ROWS):
     starts_e = torch.tensor([0, *rows]).cumsum(0)
     tasks, (gathers, products), _ = task_table_torch(
-        starts_e=starts_e, decision=decided(sum(rows)), when=Decide.OK, rows=128, shape=shape)  # fmt: skip
+        starts_e=starts_e, decision=decided(sum(rows)), when=Decide.OK, rows=128,
+        shape=shape)  # fmt: skip
     at = shape.products_at(128, len(rows))
     return torch.cat([tasks[:gathers], tasks[at : at + products]])
 

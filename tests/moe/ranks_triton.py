@@ -1,7 +1,7 @@
 """One rank of test_triton_ranks.py under torchrun: `ranks_triton.py KIND OUT SEED...`.
 
-KIND `shared`: peers in other processes on the CPU, kernels interpreted. KIND `nvlink`: one GPU per
-rank, or one for all with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Each rank writes OUT/RANK.json.
+KIND `shared`: peers in other processes on the CPU, kernels interpreted. KIND `nvlink`: a GPU per
+rank, or one for all with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. Ranks write OUT/RANK.json.
 """
 
 import json
