@@ -45,7 +45,7 @@ def test_bad_configs(change, message):
 
 def test_config_of_a_case():
     case = Case(backend="baseline", mode="training", ep=2, precision="bf16", pipeline="alltoall",
-                T=8, D=16, F=8, E=8, K=2)  # fmt: skip
+                T=8, D=16, F=8, E=8, K=2, slotFactor=2.5)  # fmt: skip
     found = MoEConfig.from_case(case, timeout_s=3.0)
     assert found == MoEConfig(**GOOD, pipeline="alltoall", slot_factor=2.5, timeout_s=3.0)
     quantised = Case(backend="dist_moe", mode="training", ep=8, precision="mxfp8", pipeline="mega")

@@ -9,8 +9,8 @@ import workbench
 
 ROOT = Path(workbench.__file__).parents[1]
 FLOW = ("errors", "case", "hardware", "routing", "kernels", "moe", "bench")
-MOE = ("config", "plan_ours", "traffic", "failures", "pages", "group", "step", "pipelines", "executor_torch",
-       "context", "autograd", "layer")  # fmt: skip
+MOE = ("config", "plan_ours", "traffic", "failures", "pages", "group", "step", "pipelines",
+       "executor_torch", "context", "autograd", "layer")  # fmt: skip
 
 
 def _imports(path: Path) -> set[str]:

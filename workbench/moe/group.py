@@ -10,6 +10,7 @@ Legend: P ranks of the group, V ranks that this process hosts, B bytes of an are
 import datetime
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -277,7 +278,12 @@ class SharedGroup(CollectiveGroup):
     def missing(self) -> str:
         arrivals = self._arrivals_P.tolist()
         late = [p for p, count in enumerate(arrivals) if count < arrivals[self.rank]]
-        dead = [p for p, pid in enumerate(self._pids) if not _alive(pid)]
+        dead: list[int] = []
+        # A process that ends closes its connections a moment before it is seen to be gone.
+        until = time.monotonic() + 1
+        while late and not dead and time.monotonic() < until:
+            dead = [p for p, pid in enumerate(self._pids) if not _alive(pid)]
+            time.sleep(0.02)
         if dead:
             return f"ranks {dead} died"
         return f"ranks {late} did not come" if late else super().missing()
