@@ -394,6 +394,15 @@ def bench_predict_command(cases: int = 1_000_000, as_json: Json = False) -> None
     print_figures(bench_predict(cases), as_json)
 
 
+@bench.command("layer")
+def bench_layer_command(rounds: int = 15, transformers: bool = True, as_json: Json = False) -> None:
+    """The layer on this machine's cores against the dense products it is made of, and against
+    transformers' DeepSeek-V3 MoE block (pip install transformers, or --no-transformers)."""
+    from workbench.bench.layer import bench_layer
+
+    print_figures(bench_layer(rounds=rounds, transformers=transformers), as_json)
+
+
 @bench.command("explore")
 def bench_explore_command(changes: int = 200, as_json: Json = False) -> None:
     """Time from a control's change to the updated figure, for each explorer, in the kernel."""

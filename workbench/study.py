@@ -1,4 +1,4 @@
-"""The main job: the report and the time model's notebook through the strict runner, on one page."""
+"""The main job: report, time model and explorers through the strict runner, on one page."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +12,9 @@ from workbench.parameters import parameters as checked
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "01_reference_report.ipynb"
 MODEL_NOTEBOOK = NOTEBOOK.with_name("02_model_vs_measured.ipynb")
 MODEL_FOLDER = "model"
+EXPLORERS = tuple(
+    NOTEBOOK.with_name(f"{name}.ipynb") for name in ("03_imbalance", "04_width", "05_precision")
+)
 
 
 def build_report(
@@ -20,7 +23,8 @@ def build_report(
     on_cell: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Execute the report notebook into `out_root`/<run id>, and notebook 02 into `model` below it
-    where the results can calibrate the time model. Returns the path of the index page.
+    where the results can calibrate the time model, and the explorers' notebooks into a folder each.
+    Returns the path of the index page.
 
     `out_root` defaults to outputs/runs; `parameters` are those of the notebook, as values or as
     texts. Raises InputError for bad input before anything is written, and NotebookError where a
@@ -29,7 +33,7 @@ def build_report(
     from workbench.report.index import add_notebook
     from workbench.report.report import ReportParameters, open_report
 
-    for notebook in (NOTEBOOK, MODEL_NOTEBOOK):
+    for notebook in (NOTEBOOK, MODEL_NOTEBOOK, *EXPLORERS):
         if not notebook.is_file():
             raise InputError(f"{notebook}: not found; the notebooks come with the repository")
     given = convert_all(NOTEBOOK, notebook_parameters(NOTEBOOK), parameters or {})
@@ -45,6 +49,10 @@ def build_report(
         passed = {"results": p.results, "formats": p.formats}
         run = run_notebook(MODEL_NOTEBOOK, folder / MODEL_FOLDER, passed, on_cell=on_cell)
         add_notebook(index, folder / MODEL_FOLDER / str(run.executed))
+    for notebook in EXPLORERS:
+        passed = {"results": p.results} if p.results else {}
+        run = run_notebook(notebook, folder / notebook.stem, passed, on_cell=on_cell)
+        add_notebook(index, folder / notebook.stem / str(run.executed))
     return index
 
 

@@ -18,19 +18,21 @@ def test_figures_of_a_small_shape():
     assert all(found[name] is None for name in PEER)
     assert found["largest_relative_error"] < 1e-2
     assert found["shape"] == SHAPE
-    assert set(found["ms"]) == {"floor", "forward", "forward_backward"}
+    assert set(found["ms"]) == {"floor", "expert_products", "forward", "forward_backward"}
 
 
 def test_ratios_are_medians_of_rounds():
     config = bench.MoEConfig(**SHAPE)
     times = {
         "floor": [1.0, 2.0, 4.0],
+        "expert_products": [1.0, 3.0, 5.0],
         "forward": [2.0, 3.0, 4.0],
         "forward_backward": [6.0, 9.0, 24.0],
         "transformers_forward": [4.0, 4.0, 4.0],
         "transformers_forward_backward": [12.0, 36.0, 24.0],
     }
     found = bench._figures(times, config)
+    assert found["expert_products_over_floor"] == 1.25
     assert found["forward_over_floor"] == 1.5
     assert found["forward_backward_over_floor"] == 2.0
     assert found["forward_over_transformers"] == 0.75

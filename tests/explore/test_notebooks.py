@@ -98,25 +98,24 @@ def test_defaults_through_workbench_run(tmp_path: Path, name: str) -> None:
     assert executed.stat().st_size < 1_000_000
 
 
-@pytest.mark.parametrize("name", ["negative", "experts", "nan", "zero", "object"])
+@pytest.mark.parametrize("name", ["negative", "experts", "object"])
 def test_a_bad_trace_on_the_command_line_is_one_line(tmp_path: Path, name: str) -> None:
     counts = COUNTS.astype(float)
-    message = {"negative": "layer 1, expert 2: count=-3 must not be negative",
-               "experts": "experts=64 must be E=384", "nan": "count=nan must be finite",
-               "zero": "layer 0: counts must not all be zero",
-               "object": "which are never unpickled"}[name]  # fmt: skip
-    if name in ("negative", "nan"):
-        counts[1, 2] = -3 if name == "negative" else np.nan
-    if name == "zero":
-        counts[:] = 0
+    message = {
+        "negative": "layer 1, expert 2: count=-3 must not be negative",
+        "experts": "experts=64 must be E=384",
+        "object": "which are never unpickled",
+    }[name]
+    if name == "negative":
+        counts[1, 2] = -3
     path = tmp_path / "t.npz"
     np.savez(path, counts=counts.astype(object) if name == "object" else counts)
     shape = [] if name == "experts" else ["-p", 'shape={"E": 64}', "-p", "ep=16"]
     done = run("workbench.cli", "run", "notebooks/03_imbalance.ipynb", "--out", str(tmp_path / "o"),
                "-p", f"trace={path}", *shape)  # fmt: skip
     assert done.returncode == 1
-    assert f"InputError: t.npz: {message}" in done.stdout + done.stderr or (
-        message in done.stdout + done.stderr)  # fmt: skip
+    assert "InputError: t.npz: " in done.stdout + done.stderr
+    assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 

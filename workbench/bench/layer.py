@@ -44,10 +44,12 @@ def bench_layer(
 ) -> dict[str, Any]:
     """Figures by name; times in ms, medians of `rounds` rounds. BF16, EP 1, balanced routing.
 
-    The four ratios are `forward_over_floor`, `forward_backward_over_floor`,
-    `forward_over_transformers` and `forward_backward_over_transformers` (the last two None
-    without `transformers`). Raises InputError if that package is wanted and not there, and
-    RuntimeError if the layer's values are wrong.
+    `expert_products_over_floor` is what E weights in place of one cost by themselves: the same
+    products with nothing around them, and so a bound for a layer made of them. The layer's ratios
+    are `forward_over_floor`, `forward_backward_over_floor`, `forward_over_transformers` and
+    `forward_backward_over_transformers` (the last two None without `transformers`). Raises
+    InputError if that package is wanted and not there, and RuntimeError if the layer's values are
+    wrong.
     """
     config = MoEConfig(T=T, D=D, F=F, E=E, K=K, scratch_factor=1.0, slot_factor=1.1)
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +68,8 @@ def bench_layer(
 
         worst = _check(leaves, ids, dy, layer)
         runs: dict[str, Run] = {
-            "floor": _floor(T * K, D, F),
+            "floor": _products(1, T * K, D, F),
+            "expert_products": _products(E, T * K, D, F),
             "forward": _forward(layer, leaves),
             "forward_backward": _step(layer, leaves, dy),
         }
@@ -91,6 +94,7 @@ def _figures(times: dict[str, list[float]], config: MoEConfig) -> dict[str, Any]
         )
 
     figures: dict[str, Any] = {
+        "expert_products_over_floor": ratio("expert_products", "floor"),
         "forward_over_floor": ratio("forward", "floor"),
         "forward_backward_over_floor": ratio("forward_backward", "floor", 3),
     }
@@ -103,20 +107,24 @@ def _figures(times: dict[str, list[float]], config: MoEConfig) -> dict[str, Any]
         "ms": {name: 1e3 * value for name, value in medians.items()},
         "floor_tflops": flop / medians["floor"] / 1e12,
         "threads": torch.get_num_threads(),
+        "amx": torch.cpu._is_amx_tile_supported(),
         "torch": torch.__version__,
         "shape": {name: getattr(config, name) for name in "TDFEK"},
         "origin": "measured",
     }
 
 
-def _floor(rows: int, D: int, F: int) -> Run:
-    x, w13 = torch.randn(rows, D).bfloat16(), torch.randn(D, 2 * F).bfloat16()
-    act, w2 = torch.randn(rows, F).bfloat16(), torch.randn(F, D).bfloat16()
+def _products(weights: int, rows: int, D: int, F: int) -> Run:
+    """The forward's two products over `rows` rows, with so many weights in equal shares."""
+    w13, w2 = torch.randn(weights, 2 * F, D).bfloat16(), torch.randn(weights, D, F).bfloat16()
+    x, act = torch.randn(rows, D).bfloat16(), torch.randn(rows, F).bfloat16()
     h1, y = x.new_empty(rows, 2 * F), x.new_empty(rows, D)
+    shares = [tensor.tensor_split(weights) for tensor in (x, act, h1, y)]
 
     def run() -> None:
-        torch.mm(x, w13, out=h1)
-        torch.mm(act, w2, out=y)
+        for e, (x_RD, act_RF, h1_R2F, y_RD) in enumerate(zip(*shares, strict=True)):
+            torch.mm(x_RD, w13[e].t(), out=h1_R2F)
+            torch.mm(act_RF, w2[e].t(), out=y_RD)
 
     return run
 

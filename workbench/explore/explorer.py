@@ -22,7 +22,6 @@ import pandas as pd
 import plotly.graph_objects as go
 import traitlets
 
-from workbench.files import write_atomic
 from workbench.case import MODES
 from workbench.errors import InputError
 from workbench.explore.sources import (
@@ -33,6 +32,7 @@ from workbench.explore.sources import (
     find_file,
     workload_name,
 )
+from workbench.files import write_atomic
 from workbench.report.export import Exported, export_figures
 from workbench.report.figures_explore import Spec
 from workbench.report.theme import PRECISIONS, system_name
