@@ -2,8 +2,9 @@
 
 One kernel serves the four products of the layer: rows may first be gathered from their owners
 (dispatch + W13, W2's dgrad) and results may be scattered to theirs (W2 + combine, W13's dgrad).
-Persistent programs work through a task table. Programs that gather come first in the grid and do
-nothing else; the grid is no larger than what runs at the same time, so that waits end.
+Persistent programs work through a task table. Programs that gather come first in the grid and
+share the later products once they are done; the grid is no larger than what runs at the same time,
+so that waits end.
 
 Legend: R rows received, K inner and N outer width of the product, E experts of this rank, P ranks.
 """
@@ -40,7 +41,8 @@ from .words import Decide
 class GemmChoice:
     """How a grouped product is launched: tile BM x BN, BK deep, `stages` tiles in flight, row
     tiles taken `group` at a time, each gathered in `parts` parts by `gatherers` programs, GK
-    columns at a time. `warp_specialize` splits loads and products over warps."""
+    columns at a time. The other programs alone do the first `early` percent of the products.
+    `warp_specialize` splits loads and products over warps."""
 
     BM: int
     BN: int
@@ -51,8 +53,14 @@ class GemmChoice:
     group: int
     parts: int
     gatherers: int
+    early: int
     GK: int
     warp_specialize: bool
+
+
+FLOP_PER_LINK_BYTE = 2500
+"""BF16 FLOP in the time of a byte from a peer, at the peaks of B200 (2250 TFLOP/s, 900 GB/s) and,
+a tenth less, of H200 (989, 450). Sources: hardware.toml."""
 
 
 def choose_grouped_gemm(
@@ -64,22 +72,25 @@ def choose_grouped_gemm(
     if target.interprets:
         # Small, so that small tests have several tiles, tails and groups.
         return GemmChoice(BM=64, BN=64, BK=64, stages=1, warps=4, programs=1, group=2,
-                          parts=2 if gather else 0, gatherers=0, GK=64,
+                          parts=2 if gather else 0, gatherers=0, early=0, GK=64,
                           warp_specialize=False)  # fmt: skip
     # A pull is 64 KiB per program and round trip: an eighth of the SMs keeps up with the product.
     gatherers = target.sms // 8 if gather else 0
+    # Gathering a row costs `itemsize` bytes per K, multiplying it 2 N FLOP per K.
+    early = min(100, FLOP_PER_LINK_BYTE * itemsize * 100 // (2 * N)) if gather else 0
     if itemsize == 4:  # a test dtype: FMA units, no tensor cores
         return GemmChoice(BM=64, BN=64, BK=32, stages=2, warps=8, programs=target.sms, group=8,
-                          parts=4 if gather else 0, gatherers=gatherers, GK=512,
+                          parts=4 if gather else 0, gatherers=gatherers, early=early, GK=512,
                           warp_specialize=False)  # fmt: skip
     BN = 256 if N > 128 else 128
     if not gather:
         # Loads on warps of their own; Hopper's compiler adds the product's second warp group.
         return GemmChoice(BM=128, BN=BN, BK=64, stages=3, warps=4 if target.arch == 90 else 8,
-                          programs=target.sms, group=8, parts=0, gatherers=0, GK=2048,
-                          warp_specialize=True)  # fmt: skip
+                          programs=target.sms, group=8, parts=0, gatherers=0, early=0,
+                          GK=2048, warp_specialize=True)  # fmt: skip
     return GemmChoice(BM=128, BN=BN, BK=64, stages=4, warps=8, programs=target.sms, group=8,
-                      parts=8, gatherers=gatherers, GK=2048, warp_specialize=False)  # fmt: skip
+                      parts=8, gatherers=gatherers, early=early, GK=2048,
+                      warp_specialize=False)  # fmt: skip
 
 
 @triton.jit
@@ -160,8 +171,9 @@ def grouped_gemm_kernel(
     DTYPE: tl.constexpr, ROW: tl.constexpr, RANKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     SPECIALIZE: tl.constexpr, EACH: tl.constexpr, GK: tl.constexpr, GATHERERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: programs that run at the same time, of which the first GATHERERS gather.
+    """Grid: programs that run at the same time, of which the first GATHERERS gather first.
 
     a: DTYPE [R, K], at a_at or, with A_WORD >= 0, where that decision word says in the arena; b:
     DTYPE [E, N, K] if B_NK, else [E, K, N]; out: DTYPE [R, N], found like a, or with SCATTER the
@@ -192,7 +204,6 @@ def grouped_gemm_kernel(
                 _gather(task, a, bases_at, offset, rank_at, row_at, divisor, K,
                         EACH, GK, DTYPE, ROW, RANKED, VECTOR)  # fmt: skip
                 signal(counters + tl.load(task + 7), "gpu")
-            products = 0
     if products > 0:
         if A_TMA:
             a_tiles = tl.make_tensor_descriptor(a, [rows, K], [K.to(tl.int64), 1], [BM, BK])
@@ -223,7 +234,16 @@ def grouped_gemm_kernel(
                 if signals >= 0:
                     signal(counters + signals, "gpu")
         else:
-            for i in tl.range(program - GATHERERS, products, programs - GATHERERS):
+            # The early products go round the programs that do not gather, the others round all.
+            early = products * EARLY // 100
+            workers = programs - GATHERERS
+            worker = program - GATHERERS
+            own = (tl.maximum(early - worker, 0) + workers - 1) // workers
+            own_early = tl.where(program < GATHERERS, 0, own)
+            own_late = (tl.maximum(products - early - program, 0) + programs - 1) // programs
+            for n in tl.range(0, own_early + own_late):
+                late = early + program + (n - own_early) * programs
+                i = tl.where(n < own_early, worker + n * workers, late)
                 task = tasks + (first_product + i) * 8
                 if GATHERS:
                     wait(counters + tl.load(task + 5), tl.load(task + 6), "gpu")
@@ -286,7 +306,7 @@ def grouped_gemm(
         "BM": choice.BM, "BN": choice.BN, "BK": choice.BK, "STAGES": choice.stages,
         "SPECIALIZE": choice.warp_specialize,
         "EACH": triton.next_power_of_2(cdiv(choice.BM, max(choice.parts, 1))),
-        "GK": choice.GK, "GATHERERS": choice.gatherers,
+        "GK": choice.GK, "GATHERERS": choice.gatherers, "EARLY": choice.early,
     }  # fmt: skip
     product = Launch(kernel=grouped_gemm_kernel, grid=choice.programs, args=args,
                      constants=constants, num_warps=choice.warps,

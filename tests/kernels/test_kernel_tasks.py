@@ -10,7 +10,7 @@ from group import Group, decided, normal, routed
 from workbench.kernels.device import INTERPRETER, run
 from workbench.kernels.grouped_gemm import grouped_gemm
 from workbench.kernels.memory import Peers
-from workbench.kernels.tasks import Task
+from workbench.kernels.tasks import Shape, Task, task_table
 from workbench.kernels.words import Decide
 
 BF16 = torch.bfloat16
@@ -66,6 +66,34 @@ def test_merged_lists_in_other_legal_orders_give_equal_bits():
         launches[1].args["counters_at"].zero_()
         run(launches[1:])
         assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("early", [0, 40, 100])
+@pytest.mark.parametrize("programs", [1, 2, 5])
+@pytest.mark.parametrize("gather", [True, False])
+def test_lists_by_role_as_on_a_gpu_give_equal_bits(early, programs, gather):
+    """One program gathers, so that a sequential run can end; the products go round."""
+    rows = [70, 0, 133]
+    _, a, out, launches = gathered(rows)
+    run(launches)
+    right, filled = out.clone(), a.clone()
+    workers = programs + gather
+    shape = Shape(block=64, parts=2 if gather else 0, columns=2, group=2, merged=False)
+    starts_e = torch.tensor([0, *rows]).cumsum(0)
+    table = task_table(INTERPRETER, starts_e=starts_e, decision=decided(sum(rows)),
+                       when=Decide.OK, rows=200, shape=shape)  # fmt: skip
+    launch = launches[1]
+    launch = replace(
+        launch, grid=workers,
+        args={**launch.args, "tasks_at": table.tasks, "counts_at": table.counts,
+              "counters_at": table.counters, "first_product": table.products_at},
+        constants={**launch.constants, "MERGED": False, "GATHERS": gather,
+                   "GATHERERS": int(gather), "EARLY": early},
+    )  # fmt: skip
+    out.fill_(float("nan"))
+    a.copy_(torch.full_like(a, float("nan")) if gather else filled)
+    run([table.launch, launch])
+    assert torch.equal(out, right)
 
 
 def test_a_consumer_before_its_producer_raises_instead_of_hanging():
