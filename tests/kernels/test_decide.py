@@ -37,7 +37,7 @@ def scene(P, E, seed):
     decisions = torch.zeros(4, DECIDE_WORDS, dtype=torch.int64)
     decisions[0, Decide.END] = chance.choice([0, 1 << 14])
     decisions[1, Decide.END] = chance.choice([0, 1 << 15])
-    decisions[2] = 77
+    decisions[2] = 1 << 19  # stale words of the entry that is decided
     state = {"decisions_L": decisions,
              "first_error": torch.zeros(DECIDE_WORDS, dtype=torch.int64),
              "error_text": torch.zeros(TEXT_BYTES, dtype=torch.uint8),

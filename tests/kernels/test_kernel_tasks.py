@@ -133,6 +133,30 @@ def test_rows_and_experts_beyond_2_to_31_elements(K, weights_NK):
     assert not out[row + 5 : row + 64].any()
 
 
+def test_gathered_rows_beyond_2_to_31_elements():
+    D = 64
+    row = FAR // D + 3
+    a, out, row_R = (
+        far((row + 64, D), BF16),
+        far((row + 64, D), BF16),
+        far((row + 64,), torch.int32),
+    )
+    source = normal(5, D, dtype=BF16)
+    row_R[row : row + 5] = torch.arange(5, dtype=torch.int32).flip(0)
+    peers = Peers(all_P=source[None], bases_P=torch.tensor([source.data_ptr()]), offset=0)
+    _, launch = grouped_gemm(
+        INTERPRETER, weights=torch.eye(D, dtype=BF16)[None], weights_NK=True,
+        starts_e=torch.tensor([0, 5]), decision=decided(row + 64), when=Decide.OK, rows=64,
+        peers=peers, rank_R=None, row_R=row_R, gather=True, a=a, out=out)  # fmt: skip
+    launch.args["tasks_at"][0] = torch.tensor([0, 0, row, 5, 0, -1, 0, 0])
+    launch.args["tasks_at"][1] = torch.tensor([1, 0, row, 5, 0, 0, 1, -1])
+    launch.args["counts_at"][:] = torch.tensor([1, 1])
+    launch.args["counters_at"].zero_()
+    run([launch])
+    assert torch.equal(out[row : row + 5], source.flip(0))
+    assert not out[row + 5 :].any()
+
+
 def test_peers_rows_beyond_2_to_31_elements():
     D, rows = 64, 5
     places = FAR // D + 1000
