@@ -64,11 +64,12 @@ a tenth less, of H200 (989, 450). Sources: hardware.toml."""
 
 
 def choose_grouped_gemm(
-    target: Target, *, N: int, K: int, itemsize: int, gather: bool
+    target: Target, *, N: int, K: int, itemsize: int, gather: bool, tma: bool
 ) -> GemmChoice:
     """Pure. 128 x 256 x 64 tiles of BF16 in 4 stages fill an SM's shared memory, so one program
     runs on it; its FP32 accumulator is 128 registers of each of 256 threads on Hopper, and half
-    of the tensor memory on Blackwell."""
+    of the tensor memory on Blackwell. Without `tma` for both operands, every element has an address
+    in registers: small tiles, and loads that the compiler cannot put on warps of their own."""
     if target.interprets:
         # Small, so that small tests have several tiles, tails and groups.
         return GemmChoice(BM=64, BN=64, BK=64, stages=1, warps=4, programs=1, group=2,
@@ -78,9 +79,9 @@ def choose_grouped_gemm(
     gatherers = target.sms // 8 if gather else 0
     # Gathering a row costs `itemsize` bytes per K, multiplying it 2 N FLOP per K.
     early = min(100, FLOP_PER_LINK_BYTE * itemsize * 100 // (2 * N)) if gather else 0
-    if itemsize == 4:  # a test dtype: FMA units, no tensor cores
+    if itemsize == 4 or not tma:  # float32, a test dtype, is for FMA units, not tensor cores
         return GemmChoice(BM=64, BN=64, BK=32, stages=2, warps=8, programs=target.sms, group=8,
-                          parts=4 if gather else 0, gatherers=gatherers, early=early, GK=512,
+                          parts=4 if gather else 0, gatherers=gatherers, early=early, GK=128,
                           warp_specialize=False)  # fmt: skip
     BN = 256 if N > 128 else 128
     if not gather:
@@ -89,7 +90,8 @@ def choose_grouped_gemm(
                           programs=target.sms, group=8, parts=0, gatherers=0, early=0,
                           GK=2048, warp_specialize=True)  # fmt: skip
     return GemmChoice(BM=128, BN=BN, BK=64, stages=4, warps=8, programs=target.sms, group=8,
-                      parts=8, gatherers=gatherers, early=early, GK=2048,
+                      parts=8, gatherers=gatherers, early=early,
+                      GK=min(2048, triton.next_power_of_2(K)),
                       warp_specialize=False)  # fmt: skip
 
 
@@ -279,14 +281,18 @@ def grouped_gemm(
     E, first, second = weights.shape
     N, K = (first, second) if weights_NK else (second, first)
     dtype, size = weights.dtype, weights.element_size()
-    choice = choose_grouped_gemm(target, N=N, K=K, itemsize=size, gather=gather)
+    tensors = [t for t in (a, out, arena_B) if isinstance(t, Tensor)]
+    aligned = in_16_bytes(*map(address, tensors), peers.offset)
+    pitches = in_16_bytes(K * size, N * size, address(weights))
+    a_tma = aligned and in_16_bytes(K * size)
+    b_tma = in_16_bytes((K if weights_NK else N) * size, address(weights))
+    choice = choose_grouped_gemm(
+        target, N=N, K=K, itemsize=size, gather=gather, tma=a_tma and b_tma
+    )
     shape = Shape(block=choice.BM, parts=choice.parts, columns=cdiv(N, choice.BN),
                   group=choice.group, merged=target.interprets)  # fmt: skip
     table = task_table(target, starts_e=starts_e, decision=decision, when=when, rows=rows,
                        shape=shape)  # fmt: skip
-    tensors = [t for t in (a, out, arena_B) if isinstance(t, Tensor)]
-    aligned = in_16_bytes(*map(address, tensors), peers.offset)
-    pitches = in_16_bytes(K * size, N * size, address(weights))
     args = {
         "arena_at": arena_B, "decision_at": decision,
         "a_at": a if isinstance(a, Tensor) else None, "b_at": weights,
@@ -299,8 +305,8 @@ def grouped_gemm(
         "A_WORD": -1 if isinstance(a, Tensor) else int(a),
         "OUT_WORD": int(out) if isinstance(out, Decide) else -1, "ROWS_WORD": int(Decide.ROWS),
         "GATHERS": gather, "SCATTER": scatter, "MERGED": shape.merged, "B_NK": weights_NK,
-        "A_TMA": aligned and in_16_bytes(K * size),
-        "B_TMA": in_16_bytes((K if weights_NK else N) * size, address(weights)),
+        "A_TMA": a_tma,
+        "B_TMA": b_tma,
         "VECTOR": aligned and pitches, "DTYPE": TRITON_DTYPE[dtype],
         "ROW": TRITON_DTYPE[row_R.dtype], "RANKED": rank_R is not None,
         "BM": choice.BM, "BN": choice.BN, "BK": choice.BK, "STAGES": choice.stages,

@@ -59,12 +59,12 @@ class MoveChoice:
     warps: int
 
 
-def choose_permute(target: Target, *, D: int) -> MoveChoice:
+def choose_permute(target: Target, *, D: int, vector: bool) -> MoveChoice:
     """Pure. 16 KiB of loads under way per program."""
     BD = min(1024, triton.next_power_of_2(D))
     if target.interprets:
         return MoveChoice(BR=64, BD=min(BD, 64), warps=4)
-    return MoveChoice(BR=max(1, 8192 // BD), BD=BD, warps=4)
+    return MoveChoice(BR=max(1, (8192 if vector else 1024) // BD), BD=BD, warps=4)
 
 
 @triton.jit
@@ -94,8 +94,8 @@ def _move(
     scatter: bool,
 ) -> list[Launch]:  # fmt: skip
     D, count = rows.shape[1], order_N.shape[0]
-    choice = choose_permute(target, D=D)
     vector = in_16_bytes(D * rows.element_size(), address(rows), address(out))
+    choice = choose_permute(target, D=D, vector=vector)
     return [Launch(
         kernel=move_kernel, grid=cdiv(count, choice.BR) * cdiv(D, choice.BD),
         args={"rows_at": rows, "order_at": order_N, "decision_at": decision, "out_at": out,

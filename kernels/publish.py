@@ -135,11 +135,13 @@ def note_kernel(head_at, ids_at, found_at, blocks, K, IDS: tl.constexpr, RANGE: 
 
 def _copy(head: Tensor, source: Tensor, to: Tensor, choice: CopyChoice) -> Launch:
     vector = in_16_bytes(address(source), address(to))
+    # A count that no vector divides is copied element by element, each with its own address.
+    block = choice.BLOCK if vector and source.numel() % 16 == 0 else 2048
     return Launch(
-        kernel=copy_kernel, grid=cdiv(source.numel(), choice.BLOCK),
+        kernel=copy_kernel, grid=cdiv(source.numel(), block),
         args={"head_at": head, "from_at": source, "to_at": to, "count": source.numel()},
         constants={"CODE": int(Head.CODE), "FROM": TRITON_DTYPE[source.dtype],
-                   "TO": TRITON_DTYPE[to.dtype], "VECTOR": vector, "BLOCK": choice.BLOCK},
+                   "TO": TRITON_DTYPE[to.dtype], "VECTOR": vector, "BLOCK": block},
         num_warps=choice.warps,
     )  # fmt: skip
 

@@ -98,13 +98,15 @@ class WgradChoice:
     warp_specialize: bool
 
 
-def choose_wgrad(target: Target, *, M: int, N: int, itemsize: int, accumulate: bool) -> WgradChoice:
+def choose_wgrad(
+    target: Target, *, M: int, N: int, itemsize: int, accumulate: bool, tma: bool
+) -> WgradChoice:
     """Pure. As the other grouped products. Half as wide where the gradient is read too, as both
     tiles are in registers."""
     if target.interprets:
         return WgradChoice(BM=64, BN=64, BK=32, stages=1, warps=4, programs=2, group=2,
                            warp_specialize=False)  # fmt: skip
-    if itemsize == 4:
+    if itemsize == 4 or not tma:
         return WgradChoice(BM=64, BN=64, BK=32, stages=2, warps=8, programs=target.sms, group=8,
                            warp_specialize=False)  # fmt: skip
     wide = N > 128 and not accumulate
@@ -203,9 +205,12 @@ def _launch(
     accumulate: bool,
 ) -> list[Launch]:
     E, M, N = out_EMN.shape
-    choice = choose_wgrad(target, M=M, N=N, itemsize=dtype.itemsize, accumulate=accumulate)
     tensors = [t for t in (a, b, arena_B) if isinstance(t, Tensor)]
     aligned = in_16_bytes(*map(address, tensors))
+    choice = choose_wgrad(
+        target, M=M, N=N, itemsize=dtype.itemsize, accumulate=accumulate,
+        tma=aligned and in_16_bytes(M * dtype.itemsize, N * dtype.itemsize),
+    )  # fmt: skip
     args = {
         "arena_at": arena_B, "decision_at": decision,
         "a_at": a if isinstance(a, Tensor) else None,

@@ -1,8 +1,8 @@
 """In continuous integration (CI=true) a skipped test fails the run: a missing tool must show.
 
 Tests marked `gpu` are deselected by default, which is not a skip. Without them Triton's kernels run
-in its interpreter, which must be said before anything imports triton; with `-m gpu` they run on
-the GPU, the same tests of values included.
+in its interpreter, which must be said before anything imports triton; `-m gpu` runs the layer with
+executor `triton` on the GPU.
 """
 
 import os

@@ -320,7 +320,12 @@ def kernels_command(
         list[str] | None, typer.Option(help="sm_90a, sm_100a or sm_103a; may be repeated.")
     ] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
-    ep: Annotated[int, typer.Option(help="Ranks of the study's shape, 384 experts in all.")] = 64,
+    T: Annotated[int, typer.Option("--T", help="Tokens per rank.")] = 2048,
+    D: Annotated[int, typer.Option("--D", help="Hidden width.")] = 7168,
+    F: Annotated[int, typer.Option("--F", help="Expert width.")] = 3072,
+    E: Annotated[int, typer.Option("--E", help="Experts in all.")] = 384,
+    K: Annotated[int, typer.Option("--K", help="Experts per token.")] = 6,
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts.")] = 64,
     helpers: Annotated[
         bool, typer.Option("--all", help="Helper kernels too, not only each op's main one.")
     ] = False,
@@ -338,12 +343,14 @@ def kernels_command(
     from workbench.kernels.aot import TARGETS
     from workbench.kernels.catalogue import Sizes
 
-    if ep < 1 or Sizes().E % ep:
-        raise InputError(f"ep={ep} must divide E={Sizes().E}")
+    for name, value in (("T", T), ("D", D), ("F", F), ("E", E), ("K", K), ("ep", ep)):
+        if value < 1:
+            raise InputError(f"{name}={value} must be at least 1")
+    if E % ep:
+        raise InputError(f"ep={ep} must divide E={E}")
+    sizes = Sizes(T=T, D=D, F=F, E=E, K=K, ep=ep)
     rows = (
-        row
-        for row in kernel_rows(Sizes(ep=ep), target or tuple(TARGETS), op, ptx)
-        if row.main or helpers
+        row for row in kernel_rows(sizes, target or tuple(TARGETS), op, ptx) if row.main or helpers
     )
     if as_json:
         for row in rows:

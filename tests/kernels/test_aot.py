@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import pytest
 from workbench.kernels.aot import SHARED_PER_SM, TARGETS, resident
+from workbench.kernels.catalogue import Sizes
 
 from workbench.bench.kernel_table import kernel_rows
 
@@ -202,3 +203,14 @@ def test_resident_programs():
     assert resident(registers=32, warps=4, shared=100 * 1024, columns=0) == 2
     assert resident(registers=32, warps=4, shared=0, columns=256) == 2
     assert resident(registers=16, warps=1, shared=0, columns=0) == 64
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_sizes_that_no_descriptor_takes_compile_too(target):
+    """Odd widths: no descriptors, still the matrix units, and no spills."""
+    odd = Sizes(T=97, D=33, F=19, E=8, K=3, ep=2)
+    found = [row for row in kernel_rows(odd, [target]) if row.main]
+    for row in found:
+        assert row.tma == "no"
+        assert row.spill_bytes == 0, row.op
+        assert (row.instruction != "none") == (row.op in GEMMS), row.op

@@ -53,7 +53,7 @@ def test_200_interleavings_give_equal_bits():
 
 @pytest.mark.parametrize("gather", [True, False])
 def test_tables_of_the_real_choices_give_equal_bits(gather):
-    choice = choose_grouped_gemm(INTERPRETER, N=N, K=D, itemsize=2, gather=gather)
+    choice = choose_grouped_gemm(INTERPRETER, N=N, K=D, itemsize=2, gather=gather, tma=True)
     shape = replace(SHAPE, block=choice.BM, parts=choice.parts, group=choice.group)
     tasks = table(shape)
     if not gather:

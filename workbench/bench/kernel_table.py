@@ -115,7 +115,9 @@ def _elsewhere(
 ) -> Iterator[KernelRow]:
     """The rows of a target from a process that compiles."""
     command = [sys.executable, "-m", "workbench.cli", "kernels", "--all", "--json",
-               "--target", target, "--ep", str(sizes.ep)]  # fmt: skip
+               "--target", target]  # fmt: skip
+    for name in ("T", "D", "F", "E", "K", "ep"):
+        command += [f"--{name}", str(getattr(sizes, name))]
     for op in ops or ():
         command += ["--op", op]
     if ptx is not None:
