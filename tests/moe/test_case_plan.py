@@ -97,12 +97,25 @@ def test_slot_is_filled_in_layer_order_by_the_fullest_rank():
     assert not layer_table(packed(2.0))["recomputed"].any()
 
 
-def test_the_baseline_plans_nothing():
+def test_the_baseline_reserves_nothing_in_advance():
     case = Case(backend="baseline", mode="training", ep=2, precision="bf16", pipeline="alltoall")
     assert plan_table(case_table([case])).iloc[0].drop("busiestPaddedRows").isna().all()
     assert layer_table(case)["paddedRows"].tolist() == [12288]
-    with pytest.raises(InputError, match="backend='baseline' plans no memory"):
-        plan_case(case)
+    assert plan_case(case).reference is None
+
+
+def test_a_case_that_our_layer_runs_has_both_plans():
+    case = packed(1.5)
+    plan = plan_case(case)
+    assert plan.ours is not None
+    assert plan.ours.rows_available == 4 * 128  # scratch at 8 times, of which EP 4 can deliver 4
+    assert plan.ours.slot_bytes == 1.5 * 4 * 128 * (64 * 2 + 2 * 64 * 2)
+    said = plan.explain()
+    assert f"arena {plan.ours.arena_bytes:,} B per rank" in said
+    assert f"{plan_table(case_table([case]))['slotBytes'].item():,.0f} B" in said
+    mxfp8 = plan_case(Case.from_id("dist_moe-training-ep32-mxfp8-mega-packing-A-F3072"))
+    assert mxfp8.ours is None
+    assert "Our layer" not in mxfp8.explain()
 
 
 def test_an_unplannable_case_is_refused_by_field_value_and_rule():

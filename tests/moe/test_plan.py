@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from workbench.moe import plan_arithmetic as pa
-from workbench.moe.plan import DistMoEConfig, MokConfig, Plan, PlanError, plan_dist_moe, plan_mok
+from workbench.moe.plan import DistMoEConfig, MokConfig, PlanError, plan_dist_moe, plan_mok
 from workbench.moe.plan_table import dist_moe_table
 
 STUDY = json.loads(
@@ -308,7 +308,7 @@ def test_factor_above_the_group_is_capped_aloud(caplog: pytest.LogCaptureFixture
 
 def test_dist_moe_plan_explains_itself() -> None:
     config = study_config(next(c for c in PACKING if c["pipeline"] == "standard"))
-    said = Plan(reference=plan_dist_moe(config, ep_size=32)).explain()
+    said = plan_dist_moe(config, ep_size=32).explain()
     for text in (
         "10 layers need a slot of at least 293,601,280 B (0.273 GiB)",
         "a layer keeps 503,316,480 B",
@@ -328,7 +328,7 @@ def test_dist_moe_plan_explains_itself() -> None:
 
 def test_mok_plan_explains_itself() -> None:
     plan = plan_mok(MokConfig(num_local_input_tokens=T, top_k=K), hot_rank_rows("A", 32))
-    said = Plan(reference=plan).explain()
+    said = plan.explain()
     assert "30,720 rows a layer are requested and 32,768 kept" in said
     assert "2.67 x the balanced 12,288" in said
     assert "Layers 0, 2 receive more; their last 81,920 rows" in said

@@ -10,7 +10,8 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,40 +21,22 @@ import ipywidgets as widgets
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import traitlets
 
-from workbench.case import MODES
 from workbench.errors import InputError
+from workbench.explore.controls import LABEL, control_layout, random_value
 from workbench.explore.sources import (
     ShapeState,
     Sources,
     View,
-    WorkloadState,
     find_file,
     workload_name,
 )
 from workbench.files import write_atomic
 from workbench.report.export import Exported, export_figures
 from workbench.report.figures_explore import Spec
-from workbench.report.theme import PRECISIONS, system_name
-
-LABEL = {"description_width": "96px"}
-MAX_EP = 1024
-SHAPE = {"F": (32, 16384), "T": (1, 65536), "D": (64, 16384), "E": (1, 4096), "K": (1, 64),
-         "sharedExperts": (0, 8)}  # fmt: skip
-"""Controls of the shape, and the range of each."""
 
 
-def control_layout() -> widgets.Layout:
-    return widgets.Layout(width="286px", margin="1px 4px 1px 0")
-
-
-def show(control: widgets.Widget, shown: bool) -> None:
-    """Show or hide a control."""
-    control.layout.display = None if shown else "none"
-
-
-class Explorer:
+class Explorer(ABC):
     """One explorer. `figure()`, `table()`, `sentence()` and `export()` are those of the current
     state and raise InputError, with the reason, while it is impossible."""
 
@@ -86,25 +69,26 @@ class Explorer:
         self.upload.observe(self._uploaded, "value")
         self._more.observe(lambda _: self._tell(), "selected_index")
 
+    @abstractmethod
     def build(self, state: Any) -> dict[str, Any]:
         """The controls, by the name of the state's field that each holds."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def state(self) -> Any:
         """The state that the controls are in."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self, state: Any) -> View:
         """The view of a state. Raises InputError where it is impossible."""
-        raise NotImplementedError
 
+    @abstractmethod
     def constrain(self) -> None:
         """Adjust controls that depend on others, so that they offer only what is possible."""
 
     def take_file(self, name: str, content: bytes) -> str:
         """Use an uploaded file; returns what to say of it. Raises InputError."""
-        raise NotImplementedError
+        raise InputError(f"{name}: the {self.name} explorer takes no file")
 
     @property
     def message(self) -> str:
@@ -342,175 +326,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:,.4g}"
     return "" if value is None else html.escape(str(value))
-
-
-def dropdown(label: str, options: Sequence[Any], value: Any) -> widgets.Dropdown:
-    """A choice; options are values or (label, value). Raises InputError unless `value` is one."""
-    values = [o[1] if isinstance(o, tuple) else o for o in options]
-    if value not in values:
-        raise InputError(f"{label}={value!r} must be one of {', '.join(map(str, values))}")
-    return widgets.Dropdown(
-        options=options, value=value, description=label, style=LABEL, layout=control_layout()
-    )
-
-
-def slider(label: str, value: float, low: float, high: float, step: float) -> widgets.FloatSlider:
-    """Raises InputError unless `value` lies between `low` and `high`."""
-    if not low <= value <= high:
-        raise InputError(f"{label}={value:g} must lie between {low:g} and {high:g}")
-    return widgets.FloatSlider(
-        value=value, min=low, max=high, step=step, description=label, style=LABEL,
-        layout=control_layout(), readout_format=".2f",
-    )  # fmt: skip
-
-
-def number(label: str, value: int, low: int, high: int, step: int = 1) -> widgets.BoundedIntText:
-    """Raises InputError unless `value` lies between `low` and `high`."""
-    if not low <= value <= high:
-        raise InputError(f"{label}={value} must lie between {low} and {high}")
-    return widgets.BoundedIntText(
-        value=value,
-        min=low,
-        max=high,
-        step=step,
-        description=label,
-        style=LABEL,
-        layout=control_layout(),
-    )
-
-
-def workload_controls(state: WorkloadState, sources: Sources) -> dict[str, Any]:
-    """Controls of the system, the device and the shape."""
-    state.case(state.system)  # refuses, with the rule, what no control could hold
-    if state.system not in sources.systems:
-        raise InputError(f"system={system_name(state.system)} has no record in the calibration")
-    return {
-        "backend": dropdown("backend", list(sources.pipelines()), state.backend),
-        "pipeline": dropdown("pipeline", [state.pipeline], state.pipeline),
-        "precision": dropdown("precision", [state.precision], state.precision),
-        **shape_controls(state, sources),
-    }
-
-
-def shape_controls(state: ShapeState, sources: Sources) -> dict[str, Any]:
-    """Controls of mode, EP, the device and the shape."""
-    return {
-        "mode": dropdown("mode", list(MODES), state.mode),
-        "ep": dropdown("EP", divisors(state.E), state.ep),
-        "hardware": dropdown("hardware", list(sources.devices), state.hardware),
-        **{
-            name: number(name, getattr(state, name), low, top, 64 if name in "DF" else 1)
-            for name, (low, top) in SHAPE.items()
-        },
-    }  # fmt: skip
-
-
-def divisors(number: int) -> list[int]:
-    """The EP degrees that share `number` experts evenly."""
-    return [n for n in range(1, min(number, MAX_EP) + 1) if number % n == 0]
-
-
-def constrain_workload(controls: Mapping[str, Any], sources: Sources) -> None:
-    """Drop-downs offer what exists: backend -> pipelines -> precisions, E -> EP; K at most E."""
-    pipelines = sources.pipelines()[controls["backend"].value]
-    offer(controls["pipeline"], list(pipelines))
-    precisions = pipelines[controls["pipeline"].value]
-    offer(controls["precision"], [(PRECISIONS[p], p) for p in precisions])
-    constrain_shape(controls)
-
-
-def constrain_shape(controls: Mapping[str, Any]) -> None:
-    """EP divides E; K is at most E."""
-    controls["K"].max = min(SHAPE["K"][1], controls["E"].value)
-    offer(controls["ep"], divisors(controls["E"].value))
-
-
-def offer(control: widgets.Dropdown, options: Sequence[Any]) -> None:
-    """Change the options and keep the value, or take the nearest number, or the first."""
-    values = [o[1] if isinstance(o, tuple) else o for o in options]
-    if list(control.options) == list(options):
-        return
-    value = control.value
-    if value not in values:
-        near: Callable[[Any], float] = lambda v: abs(math.log(v / value))  # noqa: E731
-        value = min(values, key=near) if isinstance(value, int) else values[0]
-    control.options = options  # falls back to the first one
-    control.value = value
-
-
-class LayerTable(widgets.VBox):
-    """An editable table of one imbalance factor per layer; `value` is a tuple of floats."""
-
-    value = traitlets.Tuple()
-    disabled = traitlets.Bool(False)
-
-    def __init__(self, value: Sequence[float], most: int = 64, high: float = 1e6) -> None:
-        self._count = widgets.BoundedIntText(
-            value=len(value),
-            min=1,
-            max=most,
-            description="layers",
-            style=LABEL,
-            layout=control_layout(),
-        )
-        self._cells = widgets.Box(layout=widgets.Layout(flex_flow="row wrap", width="286px"))
-        self._setting, self._high = False, high
-        super().__init__([self._count, self._cells])
-        self._count.observe(self._resized, "value")
-        self.observe(self._written, "value")
-        self.value = tuple(map(float, value))
-
-    def _written(self, _change: Any) -> None:
-        if self._setting:
-            return
-        self._setting = True
-        cells = list(self._cells.children)[: len(self.value)]
-        for n in range(len(cells), len(self.value)):
-            cell = widgets.BoundedFloatText(
-                min=0, max=self._high, step=0.1, description=f"{n + 1}",
-                style={"description_width": "16px"},
-                layout=widgets.Layout(width="90px", margin="0 2px 0 0"),
-            )  # fmt: skip
-            cell.observe(self._edited, "value")
-            cells.append(cell)
-        for cell, factor in zip(cells, self.value, strict=True):
-            cell.value = factor
-        self._cells.children = cells
-        self._count.value = len(cells)
-        self._setting = False
-
-    def _edited(self, _change: Any) -> None:
-        if not self._setting:
-            self._set(tuple(cell.value for cell in self._cells.children))
-
-    def _resized(self, _change: Any) -> None:
-        if not self._setting:
-            grown = self.value + (1.0,) * max(self._count.value - len(self.value), 0)
-            self.value = grown[: self._count.value]
-
-    def _set(self, value: tuple[float, ...]) -> None:
-        self._setting = True
-        self.value = value
-        self._setting = False
-
-    def random(self, rng: np.random.Generator) -> tuple[float, ...]:
-        return tuple(np.round(rng.uniform(0, 4, rng.integers(1, 13)), 1).tolist())
-
-
-def random_value(control: Any, rng: np.random.Generator) -> Any:
-    """A value that a control admits."""
-    if isinstance(control, LayerTable):
-        return control.random(rng)
-    if isinstance(control, widgets.SelectMultiple):
-        values = [o[1] if isinstance(o, tuple) else o for o in control.options]
-        return tuple(v for v in values if rng.random() < 0.5) or (values[0],)
-    if isinstance(control, widgets.Dropdown):
-        chosen = control.options[rng.integers(len(control.options))]
-        return chosen[1] if isinstance(chosen, tuple) else chosen
-    if isinstance(control, widgets.BoundedIntText):
-        low, high = control.min, control.max
-        drawn = math.exp(rng.uniform(math.log(low + 1), math.log(high + 1))) - 1
-        return int(np.clip(round(drawn / control.step) * control.step, low, high))
-    if isinstance(control, widgets.FloatSlider):
-        return float(np.round(rng.uniform(control.min, control.max), 2))
-    raise TypeError(f"{type(control).__name__} has no random value")

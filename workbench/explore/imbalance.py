@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.case import PROFILES
-from workbench.explore.explorer import (
-    Explorer,
+from workbench.explore.controls import (
     LayerTable,
     constrain_workload,
     dropdown,
@@ -15,6 +14,7 @@ from workbench.explore.explorer import (
     slider,
     workload_controls,
 )
+from workbench.explore.explorer import Explorer
 from workbench.explore.imbalance_view import (
     DEFAULT_FACTORS,
     ImbalanceState,

@@ -7,9 +7,8 @@ from typing import Any
 import ipywidgets as widgets
 from torch import Tensor
 
-from workbench.explore.explorer import (
+from workbench.explore.controls import (
     LABEL,
-    Explorer,
     constrain_shape,
     control_layout,
     dropdown,
@@ -17,6 +16,7 @@ from workbench.explore.explorer import (
     offer,
     shape_controls,
 )
+from workbench.explore.explorer import Explorer
 from workbench.explore.precision_study import load_tensor
 from workbench.explore.precision_view import (
     DEFAULT_FORMATS,

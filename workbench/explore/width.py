@@ -2,12 +2,12 @@
 
 from typing import Any, Literal
 
-from workbench.explore.explorer import (
-    Explorer,
+from workbench.explore.controls import (
     constrain_workload,
     dropdown,
     workload_controls,
 )
+from workbench.explore.explorer import Explorer
 from workbench.explore.sources import ExplorerParameters, View, split_system
 from workbench.explore.width_view import WidthState, width_view
 

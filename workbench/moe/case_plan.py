@@ -1,7 +1,8 @@
 """The memory plan of cases: what dist_moe or mok reserves, keeps, recomputes and replays.
 
 Joins the routing of a case table with the two systems' plans. Rows follow `routing`: even over a
-rank's experts, rank 0 hot. The unfused baseline has no plan; its rows hold NaN.
+rank's experts, rank 0 hot. The unfused baseline reserves nothing in advance; its rows hold NaN.
+`plan_case` gives one case's plan whole: what the published system reserves, and what ours does.
 
 Legend: N cases, L layers, T tokens per GPU, K experts per token.
 """
@@ -14,10 +15,18 @@ import numpy as np
 import pandas as pd
 
 from workbench.case import Case, case_table
-from workbench.errors import InputError
 from workbench.moe import plan_arithmetic as pa
-from workbench.moe.plan import DistMoEConfig, MokConfig, Plan, plan_dist_moe, plan_mok
+from workbench.moe.config import PIPELINES, MoEConfig
+from workbench.moe.plan import (
+    DistMoEConfig,
+    DistMoEPlan,
+    MokConfig,
+    MokPlan,
+    plan_dist_moe,
+    plan_mok,
+)
 from workbench.moe.plan_arithmetic import IntArray
+from workbench.moe.plan_ours import OursPlan, plan_ours
 from workbench.moe.plan_table import dist_moe_table
 from workbench.routing import Workloads, rows_by_expert
 
@@ -164,37 +173,57 @@ def layer_table(case: Case) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A case's memory plan. `reference` is what the published system reserves, None for the
+    unfused baseline, which plans nothing; `ours` is what our own layer allocates for it, None for
+    a pipeline and precision that it does not run."""
+
+    reference: DistMoEPlan | MokPlan | None
+    ours: OursPlan | None
+
+    def explain(self) -> str:
+        """Both plans in words and bytes."""
+        said = {"The published system": self.reference, "Our layer": self.ours}
+        return "\n\n".join(f"{who}:\n{plan.explain()}" for who, plan in said.items() if plan)
+
+
 def plan_case(case: Case) -> Plan:
-    """The plan of one case, with `.reference` and `.explain()`. Raises InputError for a case of
-    the unfused baseline, which plans nothing, and for what its system refuses."""
+    """The plan of one case. Raises InputError for what its system refuses."""
+    runs = case.pipeline in PIPELINES and case.precision == "bf16"
+    ours = plan_ours(MoEConfig.from_case(case)) if runs else None
     if case.backend == "mok":
-        shape = {"T": case.T, "K": case.K, "E": case.E, "ep": case.ep}
-        local = case.E // case.ep
-        rows = [rows_by_expert(**shape, factor=f)[:local] for f in case.factors]
-        config = MokConfig(
-            num_local_input_tokens=case.T,
-            top_k=case.K,
-            requested_capacity_factor=case.slotFactor,
-        )
-        return Plan(reference=plan_mok(config, np.stack(rows)))
-    if case.backend != "dist_moe":
-        raise InputError(f"backend={case.backend!r} plans no memory; dist_moe and mok do")
-    inference = case.mode == "inference"
-    return Plan(
-        reference=plan_dist_moe(
-            DistMoEConfig(
-                num_local_input_tokens=case.T,
-                hidden_dim=case.D,
-                intermediate_dim=case.F,
-                top_k=case.K,
-                num_experts=case.E,
-                max_moe_layers_per_activation_slot=case.layers,
-                precision=case.precision,
-                pipeline=case.pipeline,
-                inference=inference,
-                device_scratch_capacity_factor=case.scratchFactor,
-                activation_slot_capacity_factor=None if inference else case.slotFactor,
-            ),
-            ep_size=case.ep,
-        )
+        return Plan(reference=_plan_mok(case), ours=ours)
+    if case.backend == "dist_moe":
+        return Plan(reference=_plan_dist_moe(case), ours=ours)
+    return Plan(reference=None, ours=ours)
+
+
+def _plan_mok(case: Case) -> MokPlan:
+    shape = {"T": case.T, "K": case.K, "E": case.E, "ep": case.ep}
+    local = case.E // case.ep
+    rows = [rows_by_expert(**shape, factor=f)[:local] for f in case.factors]
+    config = MokConfig(
+        num_local_input_tokens=case.T,
+        top_k=case.K,
+        requested_capacity_factor=case.slotFactor,
     )
+    return plan_mok(config, np.stack(rows))
+
+
+def _plan_dist_moe(case: Case) -> DistMoEPlan:
+    inference = case.mode == "inference"
+    config = DistMoEConfig(
+        num_local_input_tokens=case.T,
+        hidden_dim=case.D,
+        intermediate_dim=case.F,
+        top_k=case.K,
+        num_experts=case.E,
+        max_moe_layers_per_activation_slot=case.layers,
+        precision=case.precision,
+        pipeline=case.pipeline,
+        inference=inference,
+        device_scratch_capacity_factor=case.scratchFactor,
+        activation_slot_capacity_factor=None if inference else case.slotFactor,
+    )
+    return plan_dist_moe(config, ep_size=case.ep)

@@ -25,7 +25,6 @@ __all__ = [
     "DistMoEPlan",
     "MokConfig",
     "MokPlan",
-    "Plan",
     "PlanError",
     "plan_dist_moe",
     "plan_mok",
@@ -285,17 +284,6 @@ def plan_mok(config: MokConfig, rows_per_expert: ArrayLike) -> MokPlan:
         schedule_rows=tuple(schedule.tolist()),
         replay_rows=tuple(pa.mok_replay_rows(schedule, retained).tolist()),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A workload's memory plan: `reference` is what the published system reserves."""
-
-    reference: DistMoEPlan | MokPlan
-
-    def explain(self) -> str:
-        """The reference plan in words and bytes."""
-        return self.reference.explain()
 
 
 def _size(amount: int) -> str:
