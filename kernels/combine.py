@@ -6,6 +6,8 @@ Legend: P ranks, N rows of a destination, D hidden width, F expert width, E expe
 import torch
 from torch import Tensor
 
+from .device import Launch, Target
+from .grouped_gemm import grouped_gemm
 from .memory import Peers, for_experts, rows_at, wide
 from .words import Decide
 
@@ -69,3 +71,43 @@ def _scatter(
         wide(table_ND).index_copy_(0, to_R[start:end], wide(out_rD))
 
     for_experts(expert, starts_e.tolist())
+
+
+def w2_combine(
+    target: Target,
+    *,
+    act_RF: Tensor,
+    w2_EDF: Tensor,
+    starts_e: Tensor,
+    decision: Tensor,
+    rank_R: Tensor | None,
+    row_R: Tensor,
+    rows_RD: Tensor,
+    out: Peers,
+) -> list[Launch]:
+    """As the twin; rows go straight to their owners, rows_RD is not used."""
+    return grouped_gemm(
+        target, weights=w2_EDF, weights_NK=True, starts_e=starts_e, decision=decision,
+        when=Decide.OK, rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True,
+        a=act_RF,
+    )  # fmt: skip
+
+
+def w13_dgrad_combine(
+    target: Target,
+    *,
+    arena_B: Tensor,
+    w13_E2FD: Tensor,
+    starts_e: Tensor,
+    decision: Tensor,
+    rank_R: Tensor | None,
+    row_R: Tensor,
+    rows_RD: Tensor,
+    out: Peers,
+) -> list[Launch]:
+    """As the twin; rows go straight to their owners, rows_RD is not used."""
+    return grouped_gemm(
+        target, weights=w13_E2FD, weights_NK=False, starts_e=starts_e, decision=decision,
+        when=Decide.OK, rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True,
+        arena_B=arena_B, a=Decide.H1_AT,
+    )  # fmt: skip

@@ -6,6 +6,8 @@ Legend: P ranks, T tokens per rank, D hidden width, F expert width, E experts of
 import torch
 from torch import Tensor
 
+from .device import Launch, Target
+from .grouped_gemm import grouped_gemm
 from .memory import Peers, for_experts, rows_at
 from .words import Decide
 
@@ -43,3 +45,24 @@ def dispatch_w13_torch(
         torch.mm(x_rD, w13_E2FD[e].t(), out=h1_R2F[start:end])
 
     for_experts(expert, starts_e.tolist())
+
+
+def dispatch_w13(
+    target: Target,
+    *,
+    x: Peers,
+    rank_R: Tensor | None,
+    row_R: Tensor,
+    divisor: int,
+    starts_e: Tensor,
+    w13_E2FD: Tensor,
+    arena_B: Tensor,
+    decision: Tensor,
+    when: Decide,
+) -> list[Launch]:
+    """As the twin."""
+    return grouped_gemm(
+        target, weights=w13_E2FD, weights_NK=True, starts_e=starts_e, decision=decision, when=when,
+        rows=row_R.shape[0], peers=x, rank_R=rank_R, row_R=row_R, divisor=divisor, gather=True,
+        arena_B=arena_B, a=Decide.X_AT, out=Decide.H1_AT,
+    )  # fmt: skip

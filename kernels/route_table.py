@@ -10,6 +10,8 @@ R rows received.
 import torch
 from torch import Tensor
 
+from .count_sort import count_sort
+from .device import Launch, Target
 from .memory import Peers
 
 
@@ -40,3 +42,22 @@ def route_table_torch(
     slot_R[:rows] = route_R % ids_PN.shape[1]
     starts_e[0] = 0
     starts_e[1:] = counts_PE[:, rank * local : (rank + 1) * local].sum(0).cumsum(0)
+
+
+def route_table(
+    target: Target,
+    *,
+    ids: Peers,
+    rank: int,
+    rank_R: Tensor,
+    slot_R: Tensor,
+    starts_e: Tensor,
+    counts_PE: Tensor,
+) -> list[Launch]:
+    """As the twin."""
+    local = starts_e.shape[0] - 1
+    return count_sort(
+        target, bases_P=ids.bases_P, offset=ids.offset, N=ids.all_P[0].numel(),
+        keys=counts_PE.shape[1], starts=starts_e, totals_PK=counts_PE, first_key=rank * local,
+        held_keys=local, first=rank_R, second=slot_R,
+    )  # fmt: skip

@@ -1,19 +1,40 @@
-"""SwiGLU, act = silu(gate) * up, and its backward with the score gradient.
+"""SwiGLU, act = silu(gate) * up, and its backward with the score gradient; plain or clamped.
+
+With a limit, gate is at most the limit and up within +- the limit before they are used.
 
 Legend: P ranks, T tokens per rank, K experts per token, F expert width, R rows, E experts.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as functional
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from .device import (
+    TRITON_DTYPE,
+    Launch,
+    Target,
+    address,
+    in_16_bytes,
+    peer_rows,
+    pointer,
+    rounded,
+    widened,
+    word,
+)
 from .memory import Peers, for_experts, rows_at
 from .words import Decide
 
 _ROWS = 128
 
 
-def swiglu_torch(*, arena_B: Tensor, decision: Tensor, act_RF: Tensor) -> None:
+def swiglu_torch(
+    *, arena_B: Tensor, decision: Tensor, act_RF: Tensor, limit: float | None = None
+) -> None:
     """act_RF[r] = silu(h1[r, :F]) * h1[r, F:] in FP32; h1_R2F lies where `decision` says."""
     words = decision.tolist()
     if not words[Decide.OK]:
@@ -22,7 +43,10 @@ def swiglu_torch(*, arena_B: Tensor, decision: Tensor, act_RF: Tensor) -> None:
     h1_R2F = rows_at(arena_B, words[Decide.H1_AT], words[Decide.ROWS], 2 * F, act_RF.dtype)
 
     def block(_: int, start: int, end: int) -> None:
-        h1_r2F = h1_R2F[start:end].float()
+        h1_r2F = h1_R2F[start:end].to(torch.float32, copy=limit is not None)
+        if limit is not None:
+            h1_r2F[:, :F].clamp_(max=limit)
+            h1_r2F[:, F:].clamp_(-limit, limit)
         act_RF[start:end] = functional.silu(h1_r2F[:, :F]).mul_(h1_r2F[:, F:])
 
     for_experts(block, _blocks(words[Decide.ROWS]))
@@ -40,6 +64,7 @@ def swiglu_backward_torch(
     back_rank_R: Tensor | None,
     back_row_R: Tensor,
     act_RF: Tensor,
+    limit: float | None = None,
 ) -> None:
     """From g_RF, the gradient of act before the score: scores' gradient, act times score, dh1.
 
@@ -62,6 +87,10 @@ def swiglu_backward_torch(
         h1_r2F, s_r1 = h1_R2F[start:end], s_R1[start:end]
         # Copies, in float32 too, as h1 is overwritten.
         gate_rF, up_rF = h1_r2F.to(torch.float32, copy=True).split(F, dim=1)
+        if limit is not None:
+            cut_gate, cut_up = gate_rF > limit, up_rF.abs() > limit
+            gate_rF.clamp_(max=limit)
+            up_rF.clamp_(-limit, limit)
         g_rF = g_RF[start:end].to(torch.float32, copy=True)
         silu_rF = functional.silu(gate_rF)
         act_rF = silu_rF * up_rF
@@ -69,9 +98,14 @@ def swiglu_backward_torch(
         torch.sum(room_rF, 1, keepdim=True, out=ds_R1[start:end])
         act_RF[start:end] = act_rF.mul_(s_r1)
         g_rF.mul_(s_r1)
-        h1_r2F[:, F:] = silu_rF.mul_(g_rF)
+        silu_rF.mul_(g_rF)
+        if limit is not None:
+            silu_rF.masked_fill_(cut_up, 0)
+        h1_r2F[:, F:] = silu_rF
         g_rF.mul_(up_rF)
         torch.ops.aten.silu_backward.grad_input(g_rF, gate_rF, grad_input=room_rF)
+        if limit is not None:
+            room_rF.masked_fill_(cut_gate, 0)
         h1_r2F[:, :F] = room_rF
 
     for_experts(block, _blocks(rows))
@@ -81,3 +115,166 @@ def swiglu_backward_torch(
 def _blocks(rows: int) -> list[int]:
     """Rows are independent: blocks of them whose FP32 copies stay in cache."""
     return [*range(0, rows, _ROWS), rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsChoice:
+    """Blocks of BR rows and BF columns at a time, by `programs` persistent programs."""
+
+    BR: int
+    BF: int
+    warps: int
+    programs: int
+
+
+def choose_swiglu(target: Target, *, F: int) -> RowsChoice:
+    """Pure. Nothing but loads and stores: 4 programs per SM, each with 12 KiB under way."""
+    if target.interprets:
+        return RowsChoice(BR=16, BF=64, warps=4, programs=2)
+    BF = min(1024, triton.next_power_of_2(F))
+    return RowsChoice(BR=max(1, 2048 // BF), BF=BF, warps=8, programs=4 * target.sms)
+
+
+@triton.jit
+def _clamped(gate, up, LIMIT: tl.constexpr):
+    # NaN is neither above nor below, and stays.
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate, up
+
+
+@triton.jit
+def swiglu_kernel(arena_at, decision_at, act_at, F, OK: tl.constexpr, ROWS_WORD: tl.constexpr,
+                  H1_WORD: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr,
+                  CLAMP: tl.constexpr, LIMIT: tl.constexpr, BR: tl.constexpr,
+                  BF: tl.constexpr):  # fmt: skip
+    """Grid: persistent programs. h1: DTYPE [R, 2F] in the arena; act: DTYPE [R, F]."""
+    if word(decision_at, OK) != 0:
+        rows = word(decision_at, ROWS_WORD).to(tl.int32)
+        h1 = pointer(arena_at + word(decision_at, H1_WORD), DTYPE, VECTOR)
+        act = pointer(act_at, DTYPE, VECTOR)
+        columns = (F + BF - 1) // BF
+        blocks = (rows + BR - 1) // BR * columns
+        for i in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            r = i // columns * BR + tl.arange(0, BR)
+            f = i % columns * BF + tl.arange(0, BF)
+            mask = (r < rows)[:, None] & (f < F)[None, :]
+            at = r.to(tl.int64)[:, None] * F
+            gate = widened(tl.load(h1 + 2 * at + f[None, :], mask=mask, other=0.0))
+            up = widened(tl.load(h1 + 2 * at + F + f[None, :], mask=mask, other=0.0))
+            if CLAMP:
+                gate, up = _clamped(gate, up, LIMIT)
+            value = gate / (1 + tl.exp(-gate)) * up
+            tl.store(act + at + f[None, :], rounded(value, DTYPE), mask=mask)
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    arena_at, decision_at, rank_at, row_at, scores_bases_at, scores_offset, g_at,
+    dscores_bases_at, dscores_offset, back_rank_at, back_row_at, act_at, F,
+    OK: tl.constexpr, ROWS_WORD: tl.constexpr, H1_WORD: tl.constexpr, DTYPE: tl.constexpr,
+    ROW: tl.constexpr, BACK_ROW: tl.constexpr, BACK_RANKED: tl.constexpr, VECTOR: tl.constexpr,
+    CLAMP: tl.constexpr, LIMIT: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """Grid: persistent programs. h1: DTYPE [R, 2F] in the arena, overwritten; g, act: DTYPE
+    [R, F]; scores, dscores: float32 [N, 1] of every peer; ranks int32 [R], rows as given."""
+    if word(decision_at, OK) != 0:
+        rows = word(decision_at, ROWS_WORD).to(tl.int32)
+        h1 = pointer(arena_at + word(decision_at, H1_WORD), DTYPE, VECTOR)
+        g_rows = pointer(g_at, DTYPE, VECTOR)
+        act_rows = pointer(act_at, DTYPE, VECTOR)
+        for i in range(tl.program_id(0), (rows + BR - 1) // BR, tl.num_programs(0)):
+            r = i * BR + tl.arange(0, BR)
+            mine = r < rows
+            s_at = peer_rows(scores_bases_at, scores_offset, rank_at, row_at, r, mine, 1, 4,
+                             ROW, True)  # fmt: skip
+            s = tl.load(pointer(s_at, tl.float32), mask=mine, other=0.0)
+            ds = tl.zeros([BR], tl.float32)
+            at = r.to(tl.int64)[:, None] * F
+            for first in range(0, F, BF):
+                f = first + tl.arange(0, BF)
+                mask = mine[:, None] & (f < F)[None, :]
+                gate = widened(tl.load(h1 + 2 * at + f[None, :], mask=mask, other=0.0))
+                up = widened(tl.load(h1 + 2 * at + F + f[None, :], mask=mask, other=0.0))
+                g = widened(tl.load(g_rows + at + f[None, :], mask=mask, other=0.0))
+                if CLAMP:
+                    keep_gate = ~(gate > LIMIT)
+                    keep_up = ~((up > LIMIT) | (up < -LIMIT))
+                    gate, up = _clamped(gate, up, LIMIT)
+                sigmoid = 1 / (1 + tl.exp(-gate))
+                silu = gate * sigmoid
+                act = silu * up
+                ds += tl.sum(act * g, 1)
+                g *= s[:, None]
+                # d silu = sigmoid * (1 + gate * (1 - sigmoid)) = sigmoid + silu * (1 - sigmoid)
+                dgate = (silu - silu * sigmoid + sigmoid) * up * g
+                dup = silu * g
+                if CLAMP:
+                    dgate = tl.where(keep_gate, dgate, 0.0)
+                    dup = tl.where(keep_up, dup, 0.0)
+                tl.store(act_rows + at + f[None, :], rounded(act * s[:, None], DTYPE), mask=mask)
+                tl.store(h1 + 2 * at + f[None, :], rounded(dgate, DTYPE), mask=mask)
+                tl.store(h1 + 2 * at + F + f[None, :], rounded(dup, DTYPE), mask=mask)
+            back_at = peer_rows(dscores_bases_at, dscores_offset, back_rank_at, back_row_at, r,
+                                mine, 1, 4, BACK_ROW, BACK_RANKED)  # fmt: skip
+            tl.store(pointer(back_at, tl.float32), ds, mask=mine)
+
+
+def swiglu(
+    target: Target,
+    *,
+    arena_B: Tensor,
+    decision: Tensor,
+    act_RF: Tensor,
+    limit: float | None = None,
+) -> list[Launch]:
+    """As the twin."""
+    choice, constants = _rows(target, arena_B, act_RF, limit)
+    args: dict[str, int | Tensor | None] = {
+        "arena_at": arena_B, "decision_at": decision, "act_at": act_RF, "F": act_RF.shape[1],
+    }  # fmt: skip
+    return [Launch(kernel=swiglu_kernel, grid=choice.programs, args=args, constants=constants,
+                   num_warps=choice.warps)]  # fmt: skip
+
+
+def swiglu_backward(
+    target: Target,
+    *,
+    arena_B: Tensor,
+    decision: Tensor,
+    rank_R: Tensor,
+    row_R: Tensor,
+    scores: Peers,
+    g_RF: Tensor,
+    dscores: Peers,
+    back_rank_R: Tensor | None,
+    back_row_R: Tensor,
+    act_RF: Tensor,
+    limit: float | None = None,
+) -> list[Launch]:
+    """As the twin."""
+    choice, constants = _rows(target, arena_B, act_RF, limit, g_RF)
+    args: dict[str, int | Tensor | None] = {
+        "arena_at": arena_B, "decision_at": decision, "rank_at": rank_R, "row_at": row_R,
+        "scores_bases_at": scores.bases_P, "scores_offset": scores.offset, "g_at": g_RF,
+        "dscores_bases_at": dscores.bases_P, "dscores_offset": dscores.offset,
+        "back_rank_at": back_rank_R, "back_row_at": back_row_R, "act_at": act_RF,
+        "F": act_RF.shape[1],
+    }  # fmt: skip
+    constants |= {"ROW": TRITON_DTYPE[row_R.dtype], "BACK_ROW": TRITON_DTYPE[back_row_R.dtype],
+                  "BACK_RANKED": back_rank_R is not None}  # fmt: skip
+    return [Launch(kernel=swiglu_backward_kernel, grid=choice.programs, args=args,
+                   constants=constants, num_warps=choice.warps)]  # fmt: skip
+
+
+def _rows(
+    target: Target, arena_B: Tensor, act_RF: Tensor, limit: float | None, *others: Tensor
+) -> tuple[RowsChoice, dict[str, Any]]:
+    F = act_RF.shape[1]
+    choice = choose_swiglu(target, F=F)
+    vector = in_16_bytes(F * act_RF.element_size(), *map(address, (arena_B, act_RF, *others)))
+    return choice, {
+        "OK": int(Decide.OK), "ROWS_WORD": int(Decide.ROWS), "H1_WORD": int(Decide.H1_AT),
+        "DTYPE": TRITON_DTYPE[act_RF.dtype], "VECTOR": vector, "CLAMP": limit is not None,
+        "LIMIT": 0.0 if limit is None else float(limit), "BR": choice.BR, "BF": choice.BF,
+    }  # fmt: skip

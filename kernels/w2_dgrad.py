@@ -6,6 +6,8 @@ Legend: P ranks, N rows of a source, D hidden width, F expert width, E experts, 
 import torch
 from torch import Tensor
 
+from .device import Launch, Target
+from .grouped_gemm import grouped_gemm
 from .memory import Peers, for_experts
 from .words import Decide
 
@@ -37,3 +39,24 @@ def w2_dgrad_torch(
         torch.mm(dy_rD, w2_EDF[e], out=g_RF[start:end])
 
     for_experts(expert, starts_e.tolist())
+
+
+def w2_dgrad(
+    target: Target,
+    *,
+    dy: Peers,
+    rank_R: Tensor | None,
+    row_R: Tensor,
+    divisor: int,
+    starts_e: Tensor,
+    w2_EDF: Tensor,
+    decision: Tensor,
+    dy_RD: Tensor,
+    g_RF: Tensor,
+) -> list[Launch]:
+    """As the twin."""
+    return grouped_gemm(
+        target, weights=w2_EDF, weights_NK=False, starts_e=starts_e, decision=decision,
+        when=Decide.OK, rows=row_R.shape[0], peers=dy, rank_R=rank_R, row_R=row_R,
+        divisor=divisor, gather=True, a=dy_RD, out=g_RF,
+    )  # fmt: skip

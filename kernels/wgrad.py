@@ -1,52 +1,265 @@
 """Grouped weight gradients: one product per expert over the rows that it received.
 
-Legend: D hidden width, F expert width, E experts of this rank, R rows.
+Legend: D hidden width, F expert width, E experts of this rank, R rows, M x N the gradient's shape.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from .device import (
+    TRITON_DTYPE,
+    Launch,
+    Target,
+    address,
+    cdiv,
+    in_16_bytes,
+    matmul,
+    pointer,
+    rounded,
+    widened,
+    word,
+)
 from .memory import for_experts, rows_at
 from .words import Decide
 
 
 def w2_wgrad_torch(
-    *, dy_RD: Tensor, act_RF: Tensor, starts_e: Tensor, decision: Tensor, dw2_EDF: Tensor
+    *,
+    dy_RD: Tensor,
+    act_RF: Tensor,
+    starts_e: Tensor,
+    decision: Tensor,
+    dw2_EDF: Tensor,
+    accumulate: bool = False,
 ) -> None:
     """dw2[expert] = dy_RD.T @ act_RF over its rows (act holds the score); zeros without rows.
 
-    NaN everywhere where the call does not run: a gradient is never silently wrong.
+    dw2_EDF may be float32 whatever the rows are. With `accumulate` the product is added to it,
+    rounded once. NaN everywhere where the call does not run: a gradient is never silently wrong.
     """
     words = decision.tolist()
     if not words[Decide.OK]:
         dw2_EDF.fill_(float("nan"))
         return
-
-    def expert(e: int, start: int, end: int) -> None:
-        torch.mm(_turned(dy_RD[start:end]), act_RF[start:end], out=dw2_EDF[e])
-
-    for_experts(expert, starts_e.tolist(), empty=True)
+    _wgrad(dy_RD, act_RF, starts_e, dw2_EDF, accumulate)
 
 
 def w13_wgrad_torch(
-    *, arena_B: Tensor, starts_e: Tensor, decision: Tensor, dw13_E2FD: Tensor
+    *,
+    arena_B: Tensor,
+    starts_e: Tensor,
+    decision: Tensor,
+    dw13_E2FD: Tensor,
+    dtype: torch.dtype | None = None,
+    accumulate: bool = False,
 ) -> None:
-    """dw13[expert] = dh1_R2F.T @ x_RD over its rows, both where `decision` says; else as above."""
+    """dw13[expert] = dh1_R2F.T @ x_RD over its rows, both of `dtype` (that of dw13 if None) where
+    `decision` says; else as above."""
     words = decision.tolist()
     if not words[Decide.OK]:
         dw13_E2FD.fill_(float("nan"))
         return
     _, width, D = dw13_E2FD.shape
-    rows, dtype = words[Decide.ROWS], dw13_E2FD.dtype
+    rows, dtype = words[Decide.ROWS], dtype or dw13_E2FD.dtype
     x_RD = rows_at(arena_B, words[Decide.X_AT], rows, D, dtype)
     dh1_R2F = rows_at(arena_B, words[Decide.H1_AT], rows, width, dtype)
+    _wgrad(dh1_R2F, x_RD, starts_e, dw13_E2FD, accumulate)
 
+
+def _wgrad(a_RM: Tensor, b_RN: Tensor, starts_e: Tensor, out_EMN: Tensor, accumulate: bool) -> None:
     def expert(e: int, start: int, end: int) -> None:
-        torch.mm(_turned(dh1_R2F[start:end]), x_RD[start:end], out=dw13_E2FD[e])
+        a_rM, b_rN = a_RM[start:end], b_RN[start:end]
+        if a_rM.dtype == out_EMN.dtype and not accumulate:
+            # Laid out: with AMX, a copy and a product beat a transposed product.
+            torch.mm(a_rM.t().contiguous(), b_rN, out=out_EMN[e])
+            return
+        product_MN = torch.mm(a_rM.float().t(), b_rN.float())
+        out_EMN[e] = product_MN.add_(out_EMN[e]) if accumulate else product_MN
 
     for_experts(expert, starts_e.tolist(), empty=True)
 
 
-def _turned(rows: Tensor) -> Tensor:
-    """The transpose, laid out: with AMX, a copy and a product beat a transposed product."""
-    return rows.t().contiguous()
+@dataclass(frozen=True, kw_only=True)
+class WgradChoice:
+    """Tile BM x BN of a gradient, BK rows at a time, `stages` of them in flight."""
+
+    BM: int
+    BN: int
+    BK: int
+    stages: int
+    warps: int
+    programs: int
+    group: int
+    warp_specialize: bool
+
+
+def choose_wgrad(
+    target: Target, *, M: int, N: int, itemsize: int, accumulate: bool, tma: bool
+) -> WgradChoice:
+    """Pure. As the other grouped products. Half as wide where the gradient is read too, as both
+    tiles are in registers."""
+    if target.interprets:
+        return WgradChoice(BM=64, BN=64, BK=32, stages=1, warps=4, programs=2, group=2,
+                           warp_specialize=False)  # fmt: skip
+    if itemsize == 4 or not tma:
+        return WgradChoice(BM=64, BN=64, BK=32, stages=2, warps=8, programs=target.sms, group=8,
+                           warp_specialize=False)  # fmt: skip
+    wide = N > 128 and not accumulate
+    return WgradChoice(BM=128, BN=256 if wide else 128, BK=64, stages=4, warps=8,
+                       programs=target.sms, group=8, warp_specialize=False)  # fmt: skip
+
+
+@triton.jit
+def wgrad_kernel(
+    arena_at, decision_at, a_at, b_at, starts_at, out_at, E, M, N,
+    A_WORD: tl.constexpr, B_WORD: tl.constexpr, OK: tl.constexpr, ROWS_WORD: tl.constexpr,
+    A_TMA: tl.constexpr, B_TMA: tl.constexpr, VECTOR: tl.constexpr, DTYPE: tl.constexpr,
+    OUT: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """Grid: persistent programs over the tiles of all experts.
+
+    a: DTYPE [R, M], b: DTYPE [R, N], each at its address or, with its WORD >= 0, where that
+    decision word says in the arena; starts: int64 [E + 1]; out: OUT [E, M, N].
+    """
+    runs = word(decision_at, OK) != 0
+    rows = tl.where(runs, word(decision_at, ROWS_WORD), 0).to(tl.int32)
+    if A_WORD >= 0:
+        a = pointer(arena_at + word(decision_at, A_WORD), DTYPE, VECTOR)
+    else:
+        a = pointer(a_at, DTYPE, VECTOR)
+    if B_WORD >= 0:
+        b = pointer(arena_at + word(decision_at, B_WORD), DTYPE, VECTOR)
+    else:
+        b = pointer(b_at, DTYPE, VECTOR)
+    out = pointer(out_at, OUT, VECTOR)
+    starts = pointer(starts_at, tl.int64)
+    # A descriptor of no rows is not a descriptor; it is never read.
+    shape_rows = tl.maximum(rows, 1)
+    if A_TMA:
+        a_tiles = tl.make_tensor_descriptor(a, [shape_rows, M], [M.to(tl.int64), 1], [BK, BM])
+    if B_TMA:
+        b_tiles = tl.make_tensor_descriptor(b, [shape_rows, N], [N.to(tl.int64), 1], [BK, BN])
+    m_tiles = (M + BM - 1) // BM
+    n_tiles = (N + BN - 1) // BN
+    tiles = m_tiles * n_tiles
+    for i in tl.range(tl.program_id(0), E * tiles, tl.num_programs(0)):
+        expert = i // tiles
+        # Row tiles GROUP at a time: their operands stay in cache while columns go by.
+        inside = i % tiles
+        first = inside // (GROUP * n_tiles) * GROUP
+        group = tl.minimum(m_tiles - first, GROUP)
+        inside -= first * n_tiles
+        m_at = (first + inside % group) * BM
+        n_at = inside // group * BN
+        m = m_at + tl.arange(0, BM)
+        n = n_at + tl.arange(0, BN)
+        start = tl.where(runs, tl.load(starts + expert), 0).to(tl.int32)
+        end = tl.where(runs, tl.load(starts + expert + 1), 0).to(tl.int32)
+        whole = start + (end - start) // BK * BK
+        acc = tl.zeros([BM, BN], tl.float32)
+        k = tl.arange(0, BK)
+        for row in tl.range(start, whole, BK, num_stages=STAGES, warp_specialize=SPECIALIZE):
+            if A_TMA:
+                a_tile = a_tiles.load([row, m_at])
+            else:
+                a_tile = tl.load(a + (row + k).to(tl.int64)[:, None] * M + m[None, :],
+                                 mask=(m < M)[None, :], other=0.0)  # fmt: skip
+            if B_TMA:
+                b_tile = b_tiles.load([row, n_at])
+            else:
+                b_tile = tl.load(b + (row + k).to(tl.int64)[:, None] * N + n[None, :],
+                                 mask=(n < N)[None, :], other=0.0)  # fmt: skip
+            acc = matmul(a_tile.T, b_tile, acc, DTYPE)
+        if whole < end:
+            # Rows of the next expert, or behind the last row, must not even be multiplied by 0.
+            in_rows = (whole + k < end)[:, None]
+            a_tail = tl.load(a + (whole + k).to(tl.int64)[:, None] * M + m[None, :],
+                             mask=in_rows & (m < M)[None, :], other=0.0)  # fmt: skip
+            b_tail = tl.load(b + (whole + k).to(tl.int64)[:, None] * N + n[None, :],
+                             mask=in_rows & (n < N)[None, :], other=0.0)  # fmt: skip
+            acc = matmul(a_tail.T, b_tail, acc, DTYPE)
+        acc = tl.where(runs, acc, float("nan"))
+        to = out + expert.to(tl.int64) * M * N + m.to(tl.int64)[:, None] * N + n[None, :]
+        mask = (m < M)[:, None] & (n < N)[None, :]
+        if ACCUMULATE:
+            acc += widened(tl.load(to, mask=mask, other=0.0))
+        tl.store(to, rounded(acc, OUT), mask=mask)
+
+
+def _launch(
+    target: Target,
+    *,
+    arena_B: Tensor | None,
+    a: Tensor | Decide,
+    b: Tensor | Decide,
+    dtype: torch.dtype,
+    starts_e: Tensor,
+    decision: Tensor,
+    out_EMN: Tensor,
+    accumulate: bool,
+) -> list[Launch]:
+    E, M, N = out_EMN.shape
+    tensors = [t for t in (a, b, arena_B) if isinstance(t, Tensor)]
+    aligned = in_16_bytes(*map(address, tensors))
+    choice = choose_wgrad(
+        target, M=M, N=N, itemsize=dtype.itemsize, accumulate=accumulate,
+        tma=aligned and in_16_bytes(M * dtype.itemsize, N * dtype.itemsize),
+    )  # fmt: skip
+    args = {
+        "arena_at": arena_B, "decision_at": decision,
+        "a_at": a if isinstance(a, Tensor) else None,
+        "b_at": b if isinstance(b, Tensor) else None,
+        "starts_at": starts_e, "out_at": out_EMN, "E": E, "M": M, "N": N,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "A_WORD": -1 if isinstance(a, Tensor) else int(a),
+        "B_WORD": -1 if isinstance(b, Tensor) else int(b),
+        "OK": int(Decide.OK), "ROWS_WORD": int(Decide.ROWS),
+        "A_TMA": aligned and in_16_bytes(M * dtype.itemsize),
+        "B_TMA": aligned and in_16_bytes(N * dtype.itemsize),
+        "VECTOR": aligned and in_16_bytes(M * dtype.itemsize, N * dtype.itemsize,
+                                          address(out_EMN)),
+        "DTYPE": TRITON_DTYPE[dtype], "OUT": TRITON_DTYPE[out_EMN.dtype],
+        "ACCUMULATE": accumulate, "BM": choice.BM, "BN": choice.BN, "BK": choice.BK,
+        "STAGES": choice.stages, "GROUP": choice.group, "SPECIALIZE": choice.warp_specialize,
+    }  # fmt: skip
+    programs = min(choice.programs, E * cdiv(M, choice.BM) * cdiv(N, choice.BN))
+    return [Launch(kernel=wgrad_kernel, grid=programs, args=args, constants=constants,
+                   num_warps=choice.warps, num_stages=choice.stages)]  # fmt: skip
+
+
+def w2_wgrad(
+    target: Target,
+    *,
+    dy_RD: Tensor,
+    act_RF: Tensor,
+    starts_e: Tensor,
+    decision: Tensor,
+    dw2_EDF: Tensor,
+    accumulate: bool = False,
+) -> list[Launch]:
+    """As the twin."""
+    return _launch(target, arena_B=None, a=dy_RD, b=act_RF, dtype=dy_RD.dtype, starts_e=starts_e,
+                   decision=decision, out_EMN=dw2_EDF, accumulate=accumulate)  # fmt: skip
+
+
+def w13_wgrad(
+    target: Target,
+    *,
+    arena_B: Tensor,
+    starts_e: Tensor,
+    decision: Tensor,
+    dw13_E2FD: Tensor,
+    dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+) -> list[Launch]:
+    """As the twin."""
+    return _launch(target, arena_B=arena_B, a=Decide.H1_AT, b=Decide.X_AT,
+                   dtype=dtype or dw13_E2FD.dtype, starts_e=starts_e, decision=decision,
+                   out_EMN=dw13_E2FD, accumulate=accumulate)  # fmt: skip

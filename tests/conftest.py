@@ -1,11 +1,19 @@
 """In continuous integration (CI=true) a skipped test fails the run: a missing tool must show.
 
-Tests marked `gpu` are deselected by default, which is not a skip.
+Tests marked `gpu` are deselected by default, which is not a skip. Without them Triton's kernels run
+in its interpreter, which must be said before anything imports triton; `-m gpu` runs the layer with
+executor `triton` on the GPU.
 """
 
 import os
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Interpreter mode unless GPU tests are asked for, in worker processes too."""
+    if str(config.getoption("markexpr", "")).strip() != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _skipped(config: pytest.Config) -> list[pytest.TestReport]:

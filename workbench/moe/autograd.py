@@ -85,7 +85,12 @@ class _RoutedExperts(torch.autograd.Function):
             entry, saves = context.plan.entries - 1, False
         held = _Held(context, entry) if saves else None
         steps = _steps(context, entry, saves, problem is None, w13_E2FD, w2_EDF)
-        y_TD = torch.empty(len(steps) * config.T, config.D, dtype=getattr(torch, config.dtype))
+        y_TD = torch.empty(
+            len(steps) * config.T,
+            config.D,
+            dtype=getattr(torch, config.dtype),
+            device=context.device,
+        )
         for v, step in enumerate(steps):
             step.y_TD = _part(y_TD, v, config.T)
             if problem is None:
@@ -120,7 +125,9 @@ class _RoutedExperts(torch.autograd.Function):
         steps = _steps(context, held.entry, True, True, w13_E2FD, w2_EDF)
         T, E = config.T, config.local_experts
         dx_TD = torch.empty_like(dy_TD, memory_format=torch.contiguous_format)
-        dscores_TK = torch.empty(dy_TD.shape[0], config.K, dtype=torch.float32)
+        dscores_TK = torch.empty(
+            dy_TD.shape[0], config.K, dtype=torch.float32, device=context.device
+        )
         dw13_E2FD = context.lender.empty_like(w13_E2FD) if ctx.needs_input_grad[2] else None
         dw2_EDF = context.lender.empty_like(w2_EDF) if ctx.needs_input_grad[3] else None
         for v, step in enumerate(steps):
@@ -179,8 +186,8 @@ def _problem(
         if value.dtype not in dtypes:
             names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
             return f"{name} dtype={str(value.dtype).removeprefix('torch.')} must be {names}"
-        if value.device.type != "cpu":
-            return f"{name} device={value.device} must be cpu, where the context's arena is"
+        if value.device != context.device:
+            return f"{name} device={value.device} must be {context.device}, as the context's arena"
         if not value.is_contiguous():
             return f"{name} strides={list(value.stride())} must be contiguous"
     return None

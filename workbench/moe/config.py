@@ -11,7 +11,7 @@ PIPELINES = ("standard", "alltoall")
 DTYPES = {"bfloat16": 2, "float32": 4}
 """Bytes of an element; float32 is there for tests."""
 VALIDATE = ("always", "first", "never")
-EXECUTORS = ("torch",)
+EXECUTORS = ("torch", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)

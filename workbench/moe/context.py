@@ -19,6 +19,7 @@ from workbench.errors import InputError
 from workbench.kernels.words import Code, Decide, Head, Peak
 from workbench.moe.config import MoEConfig
 from workbench.moe.executor_torch import Dry, Launch, TorchExecutor
+from workbench.moe.executor_triton import TritonExecutor
 from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import PeerGroup, VirtualGroup
 from workbench.moe.pages import Lender
@@ -40,10 +41,13 @@ class Context:
         self.config, self.group, self.plan = config, group, plan
         arenas_PB, bases_P = group.allocate(plan.arena_bytes)
         self._memory: dict[int, RankMemory] = {
-            rank: RankMemory(plan, arenas_PB, bases_P, rank if group.sees_peers else 0)
+            rank: RankMemory(plan, arenas_PB, bases_P, rank if bases_P.shape[0] > 1 else 0)
             for rank in group.hosted
         }
-        self.executor = TorchExecutor()
+        self.device = arenas_PB.device
+        self.executor: TorchExecutor | TritonExecutor = (
+            TorchExecutor() if config.executor == "torch" else TritonExecutor(self.device)
+        )
         self.lender = Lender()
         """Lends the weights' gradients."""
         self.timer: Callable[[str, float], None] | None = None
@@ -181,13 +185,13 @@ class Context:
             self.check()
 
     def _announce(self, step: Step, kind: int, problem: str | None) -> None:
-        head = [0] * step.own("head").shape[0]
+        head = step.own("head").zero_()
+        # Fills, not a copy from host memory: a CUDA graph can hold them.
         head[Head.KIND], head[Head.ENTRY], head[Head.CALL] = kind, step.entry, self._calls
         if problem is not None:
             head[Head.CODE] = int(Code.HOST)
             text = problem.encode()[: step.own("text").shape[0]]
             step.own("text").zero_()[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        step.own("head").copy_(torch.tensor(head))
 
     def _part(self, part: Any, steps: Sequence[Step]) -> None:
         if isinstance(part, Phase):
@@ -233,10 +237,15 @@ def create_context(config: MoEConfig, group: PeerGroup) -> Context:
             f"pipeline={config.pipeline!r} must have a group that sees its peers' memory, which"
             f" group={group.kind!r} does not; use 'alltoall'"
         )
-    elif group.kind == "nvlink":
-        problem = f"executor={config.executor!r} cannot follow peers' addresses in group='nvlink'"
+    elif config.executor == "torch" and group.device.type != "cpu":
+        problem = f"executor='torch' must have a group on cpu, not on {group.device}; use 'triton'"
     else:
         problem = None
+        if config.executor == "triton":
+            try:
+                TritonExecutor(group.device)
+            except InputError as error:
+                problem = str(error)
     everyone = group.gather_objects((dataclasses.asdict(config), problem))
     problems = [found for _, found in everyone if found is not None]
     if problems:

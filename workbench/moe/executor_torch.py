@@ -23,12 +23,12 @@ from workbench.kernels import (
 )
 from workbench.kernels.memory import Peers
 
-_MODULES = (
+MODULES = (
     publish, route_table, decide, dispatch_w13, swiglu, combine, w2_dgrad, wgrad, sum_k, permute,
 )  # fmt: skip
 OPS: dict[str, Callable[..., None]] = {
     name.removesuffix("_torch"): twin
-    for module in _MODULES
+    for module in MODULES
     for name, twin in vars(module).items()
     if name.endswith("_torch")
 }

@@ -34,10 +34,12 @@ class PeerGroup(Protocol):
     """Ranks whose phases run in this process."""
     sees_peers: bool
     """Whether a rank can read and write its peers' arenas."""
+    device: torch.device
+    """Where arenas lie."""
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        """Arenas uint8 [P, B] (only the own rank's row where peers are not seen, so [1, B]) and
-        the base address of each, int64 [P or 1]. Zeroed."""
+        """Arenas uint8 [P, B] (only the own rank's row, so [1, B], where peers are not seen, or
+        by address alone) and the base address of each, int64 [P or 1]. Zeroed."""
 
     def barrier(self, where: str) -> None:
         """Returns when every rank has come; PeerError names those that have not."""
@@ -59,18 +61,22 @@ class PeerGroup(Protocol):
 
 
 class VirtualGroup:
-    """All `size` ranks in this process, stepped from barrier to barrier."""
+    """All `size` ranks in this process, stepped from barrier to barrier; on one CPU or GPU."""
 
     kind, sees_peers = "virtual", True
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
         if size < 1:
             raise InputError(f"size={size} must be at least 1")
         self.size = size
         self.hosted = tuple(range(size))
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        arenas_PB = _tensor(huge_pages(self.size * nbytes), self.size)
+        if self.device.type == "cpu":
+            arenas_PB = _tensor(huge_pages(self.size * nbytes), self.size)
+        else:
+            arenas_PB = torch.zeros(self.size, nbytes, dtype=torch.uint8, device=self.device)
         return arenas_PB, _bases(arenas_PB)
 
     def barrier(self, where: str) -> None:
@@ -104,7 +110,7 @@ class CollectiveGroup:
     processes of the job, also where their groups differ.
     """
 
-    kind, sees_peers = "collective", False
+    kind, sees_peers, device = "collective", False, torch.device("cpu")
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0
@@ -286,8 +292,8 @@ class SharedGroup(CollectiveGroup):
 class NvlinkGroup(CollectiveGroup):
     """One GPU per rank; arenas in torch's symmetric memory, barriers on the device's stream.
 
-    Needs CUDA and an executor that follows peers' addresses; the torch executor's twins see the
-    own arena only, so `create_context` refuses it here.
+    Needs CUDA and executor='triton', which follows peers' addresses; the torch executor's twins
+    would see the own arena only, so `create_context` refuses them.
     """
 
     kind, sees_peers = "nvlink", True
@@ -298,6 +304,7 @@ class NvlinkGroup(CollectiveGroup):
         if not torch.cuda.is_available():
             raise InputError("group='nvlink' needs a CUDA device; use 'shared' or 'virtual'")
         super().__init__(process_group, timeout_s=timeout_s)
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self._process_group = process_group or dist.group.WORLD
         self._handle: Any = None
 
@@ -332,7 +339,8 @@ def _tensor(memory: mmap.mmap, ranks: int) -> Tensor:
 
 
 def _bases(arenas_PB: Tensor) -> Tensor:
-    return torch.arange(arenas_PB.shape[0]) * arenas_PB.stride(0) + arenas_PB.data_ptr()
+    ranks = torch.arange(arenas_PB.shape[0], device=arenas_PB.device)
+    return ranks * arenas_PB.stride(0) + arenas_PB.data_ptr()
 
 
 def _reserve(file: int, nbytes: int) -> str | None:

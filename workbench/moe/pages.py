@@ -37,6 +37,8 @@ class Lender:
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def empty_like(self, model: Tensor) -> Tensor:
+        if model.device.type != "cpu":
+            return torch.empty_like(model)
         nbytes = model.numel() * model.element_size()
         free = self._free.setdefault(nbytes, [])
         memory = free.pop() if free else huge_pages(nbytes)

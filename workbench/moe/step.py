@@ -22,11 +22,13 @@ class Executor(Protocol):
 class RankMemory:
     """The views that the plan lays into the arenas, for one rank; made once, on first use.
 
-    `arenas_PB` is uint8 [P, B], or [1, B] where peers are not seen; `row` is the own row in it.
+    `arenas_PB` is uint8 [P, B], or [1, B] where peers are not seen or by address alone; `owner` is
+    this rank's index in `bases_P`.
     """
 
-    def __init__(self, plan: OursPlan, arenas_PB: Tensor, bases_P: Tensor, row: int) -> None:
-        self.plan, self.row = plan, row
+    def __init__(self, plan: OursPlan, arenas_PB: Tensor, bases_P: Tensor, owner: int) -> None:
+        self.plan, self.owner = plan, owner
+        self.row = owner if arenas_PB.shape[0] == bases_P.shape[0] else 0
         self.arenas_PB, self.bases_P = arenas_PB, bases_P
         # The same bytes as another storage: torch refuses to read a table of all ranks' rows and
         # to write between them, as it compares the outer bounds.
@@ -65,7 +67,8 @@ class RankMemory:
         if key not in self._peers:
             region, own = self.plan.regions[name], self.own(name)
             step = own.stride(0) * own.element_size()
-            bases = self.bases_P[self.row] + torch.arange(own.shape[0]) * step
+            parts = torch.arange(own.shape[0], device=self.bases_P.device)
+            bases = self.bases_P[self.owner] + parts * step
             self._peers[key] = Peers(all_P=own, bases_P=bases, offset=region.offset)
         return self._peers[key]
 
@@ -75,7 +78,7 @@ class RankMemory:
         if key not in self._peers:
             self._peers[key] = Peers(
                 all_P=self.own(name)[None],
-                bases_P=self.bases_P[self.row : self.row + 1],
+                bases_P=self.bases_P[self.owner : self.owner + 1],
                 offset=self.plan.regions[name].offset,
             )
         return self._peers[key]
@@ -88,7 +91,7 @@ class RankMemory:
 
 
 def _alias(arenas_PB: Tensor) -> Tensor:
-    if isinstance(arenas_PB, FakeTensor):
+    if isinstance(arenas_PB, FakeTensor) or arenas_PB.device.type != "cpu":
         return arenas_PB
     return torch.from_numpy(arenas_PB.numpy())
 

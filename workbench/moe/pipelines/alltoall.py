@@ -31,9 +31,10 @@ def pack(s: Step) -> None:
              h1_scratch_at=s.offset("h1_R2F"), saves=s.saves, texts=s.local("texts_PB"),
              first_error=s.own("first_error"), error_text=s.own("error_text"),
              peaks=s.own("peaks"))  # fmt: skip
-    s.launch("send_order", ids_TK=s.own("ids_TK"), decision=s.decision, order_N=s.own("order_N"))
+    s.launch("send_order", ids_TK=s.own("ids_TK"), decision=s.decision, order_N=s.own("order_N"),
+             num_experts=s.config.E)  # fmt: skip
     s.launch("receive_order", rank_R=s.own("rank_R"), decision=s.decision,
-             position_R=s.own("position_R"))  # fmt: skip
+             position_R=s.own("position_R"), ranks=s.config.ep)  # fmt: skip
     s.launch("pack", rows_ND=s.own("x_TD"), order_N=s.own("order_N"), divisor=s.config.K,
              decision=s.decision, send_ND=s.own("send_ND"))  # fmt: skip
 

@@ -1,0 +1,209 @@
+"""What device code and host entries share: launches as values, addresses, waits and signals.
+
+A host entry `op(target, ...)` takes what its torch twin takes and returns the launches that do the
+op, without doing them: the same list is run on a GPU, run in Triton's interpreter, or compiled
+ahead of time for a GPU that is not there.
+
+Kernels take addresses as int64, not tensors: rows lie in arenas at offsets that only the device
+knows, peers' memory belongs to other processes, and the interpreter copies the whole storage of
+every tensor that it is given, over what peers write meanwhile.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 before Python starts."""
+SPIN_LIMIT = tl.constexpr(1000)
+"""Looks at a counter before the interpreter gives up; its producer would have run before."""
+TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int16: tl.int16,
+                torch.int32: tl.int32, torch.int64: tl.int64}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What launches are chosen for. `arch` 90, 100, 103 as in sm_90a; 0 is the interpreter."""
+
+    arch: int
+    sms: int
+
+    @property
+    def interprets(self) -> bool:
+        return self.arch == 0
+
+
+INTERPRETER = Target(arch=0, sms=2)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of a tensor's device. Raises ValueError for a GPU that kernels are not made for,
+    and for a CPU without TRITON_INTERPRET=1."""
+    if INTERPRET.value:
+        return INTERPRETER
+    if device.type != "cuda":
+        raise ValueError(
+            f"device={device} must be cuda, or set TRITON_INTERPRET=1 before Python starts"
+        )
+    properties = torch.cuda.get_device_properties(device)
+    arch = properties.major * 10 + properties.minor
+    if arch not in (90, 100, 103):
+        raise ValueError(f"arch=sm_{arch} must be one of sm_90, sm_100, sm_103")
+    return Target(arch=arch, sms=properties.multi_processor_count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel launch. Arguments that end in `_at` are addresses in bytes: the kernel is given
+    that of the tensor's first element, or 0 for None. Tensors live as long as the launch."""
+
+    kernel: Any
+    grid: int
+    args: dict[str, int | Tensor | None]
+    constants: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+    @property
+    def integers(self) -> dict[str, int]:
+        """`args` as the kernel takes them."""
+        return {name: value if isinstance(value, int) else address(value)
+                for name, value in self.args.items()}  # fmt: skip
+
+    def run(self) -> None:
+        options = {} if INTERPRET.value else {
+            "num_warps": self.num_warps, "num_stages": self.num_stages,
+            # A product and a sum are rounded one after the other, as in the twins.
+            "enable_fp_fusion": False,
+        }  # fmt: skip
+        self.kernel[(self.grid,)](**self.integers, **self.constants, **options)
+
+
+HostEntry = Callable[..., list[Launch]]
+
+
+def run(launches: Iterable[Launch]) -> None:
+    """Queues the launches in order on the current stream; in the interpreter, runs them."""
+    if not INTERPRET.value:
+        triton.set_allocator(_descriptors)
+    for launch in launches:
+        launch.run()
+
+
+def _descriptors(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Device memory for the tensor descriptors that a kernel makes."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def address(tensor: Tensor | None) -> int:
+    """Address of the first element in bytes; 0 for none and for a meta tensor."""
+    return 0 if tensor is None or tensor.is_meta else tensor.data_ptr()
+
+
+def in_16_bytes(*bytes_: int) -> bool:
+    """Whether every address or pitch in bytes is a whole number of 16-byte words, as vector
+    accesses and tensor descriptors want it."""
+    return all(b % 16 == 0 for b in bytes_)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@triton.jit
+def pointer(at, dtype: tl.constexpr, VECTOR: tl.constexpr = False):
+    """A typed pointer of an address, or of each; VECTOR promises that it divides by 16."""
+    # An address of 0 stands for none; as an argument it is an int32.
+    p = (at + tl.full([], 0, tl.int64)).to(tl.pointer_type(dtype))
+    if VECTOR:
+        p = tl.multiple_of(p, 16)
+    return p
+
+
+@triton.jit
+def word(words_at, index: tl.constexpr):
+    """One int64 word, e.g. of a decision."""
+    return tl.load(pointer(words_at, tl.int64) + index)
+
+
+@triton.jit
+def peer_rows(bases_at, offset, rank_at, row_at, r, mask, divisor, pitch,
+              ROW: tl.constexpr, RANKED: tl.constexpr):  # fmt: skip
+    """Byte addresses of the rows row[r] // divisor of ranks rank[r] (0 if not RANKED), `pitch`
+    bytes apart; int64. rank: int32; row: ROW, int32 or int64."""
+    row = tl.load(pointer(row_at, ROW) + r, mask=mask, other=0).to(tl.int64)
+    if RANKED:
+        rank = tl.load(pointer(rank_at, tl.int32) + r, mask=mask, other=0)
+        base = tl.load(pointer(bases_at, tl.int64) + rank, mask=mask, other=0)
+    else:
+        base = tl.load(pointer(bases_at, tl.int64))
+    return base + offset + (row // divisor) * pitch
+
+
+@triton.jit
+def wait(counter, value, SCOPE: tl.constexpr):
+    """Returns when *counter >= value, an acquire. What ordinary stores wrote before the signal may
+    then be read by ordinary loads and through tensor descriptors.
+
+    Every thread of the program is behind it: a scalar atomic ends in a barrier of the program.
+    """
+    if INTERPRET:
+        looks = 0
+        while tl.atomic_add(counter, 0, sem="acquire", scope=SCOPE) < value:
+            looks += 1
+            assert looks < SPIN_LIMIT, "a task waits for one that is not before it"
+    else:
+        while tl.atomic_add(counter, 0, sem="acquire", scope=SCOPE) < value:
+            pass
+        # Descriptors read through the async proxy, which an acquire alone does not order.
+        tl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value],
+                                  dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def signal(counter, SCOPE: tl.constexpr):
+    """Adds 1, a release of everything that all threads of the program have written."""
+    # A release orders what its own thread knows of: the other threads' stores come first.
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope=SCOPE)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 x as DTYPE, to nearest, ties to even."""
+    if INTERPRET and tl.bfloat16 == DTYPE:
+        # The interpreter's own conversion truncates.
+        bits = tl.where(x == x, x, 0.0).to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, bits, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def widened(x):
+    """x as float32."""
+    if INTERPRET and x.dtype == tl.bfloat16:
+        # Exact, and many times faster than the interpreter's own conversion.
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def matmul(a, b, acc, DTYPE: tl.constexpr):
+    """acc + a @ b in FP32; float32 operands are not rounded."""
+    if INTERPRET:
+        # The interpreter multiplies the raw integers of BF16.
+        return tl.dot(widened(a), widened(b), acc, input_precision="ieee")
+    if tl.float32 == DTYPE:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc)

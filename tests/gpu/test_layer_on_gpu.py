@@ -1,0 +1,74 @@
+"""The layer on one GPU: run with `pytest -m gpu`. Nothing here is run where there is none."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "moe"))
+
+from layer_cases import LIMIT, errors, random_config, run, workload
+from ranks_triton import on
+
+from workbench.bench.kernel_bench import bench_kernels
+from workbench.moe.autograd import routed_experts
+from workbench.moe.config import MoEConfig
+from workbench.moe.context import create_context
+from workbench.moe.group import VirtualGroup
+
+pytestmark = pytest.mark.gpu
+
+
+def on_host(tensors):
+    return tuple(tensor.cpu() for tensor in tensors)
+
+
+@pytest.mark.parametrize("pipeline", ["standard", "alltoall"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_values_of_random_cases(ep, dtype, pipeline):
+    for seed in range(20):
+        config, empty = random_config(seed, ep, dtype, pipeline=pipeline, executor="triton")
+        work = workload(config, seed, empty_rank=empty)
+        with create_context(config, VirtualGroup(ep, "cuda:0")) as context:
+            found = on_host(run(on(work, torch.device("cuda:0")), context))
+        for name, error in errors(found, work.exact()).items():
+            assert error < LIMIT[dtype], (seed, name, config)
+
+
+LARGE = MoEConfig(T=512, D=1024, F=512, E=32, K=6, ep=2, scratch_factor=2, executor="triton")
+
+
+def test_same_bits_in_20_runs_at_sizes_that_fill_tiles():
+    work = workload(LARGE, 3)
+    there = on(work, torch.device("cuda:0"))
+    with create_context(LARGE, VirtualGroup(2, "cuda:0")) as context:
+        first = run(there, context)
+        for _ in range(19):
+            assert all(torch.equal(a, b) for a, b in zip(first, run(there, context), strict=True))
+    for name, error in errors(on_host(first), work.exact()).items():
+        assert error < LIMIT["bfloat16"], name
+
+
+def test_a_forward_is_captured_in_a_graph():
+    config = replace(LARGE, ep=1, mode="inference", validate="never", scratch_factor=1)
+    there = on(workload(config, 4), torch.device("cuda:0"))
+    given = (there.x, there.ids, there.scores, there.w13, there.w2)
+    with torch.no_grad(), create_context(config, VirtualGroup(1, "cuda:0")) as context:
+        right = routed_experts(*given, context).clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = routed_experts(*given, context)
+        y.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, right)
+        context.check()
+
+
+def test_goals_of_the_kernels():
+    figures = bench_kernels()
+    assert float(figures["grouped_gemm_over_torch"]) >= 0.8
+    assert float(figures["dispatch_over_gemm"]) >= 0.9

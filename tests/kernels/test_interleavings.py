@@ -1,0 +1,94 @@
+"""Task tables run by the twin in any order that their waits allow: equal bits on poisoned buffers.
+
+And a mutation test: with any one wait deleted, some order gives other bits.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from group import decided, normal
+from workbench.kernels.device import INTERPRETER
+from workbench.kernels.grouped_gemm import choose_grouped_gemm, grouped_gemm_tasks_torch
+from workbench.kernels.tasks import GATHER, PRODUCT, Shape, Task, task_table_torch
+from workbench.kernels.words import Decide
+
+ROWS = [7, 0, 40, 33, 1]
+D, N = 24, 48
+SHAPE = Shape(block=16, parts=3, columns=3, group=2, merged=False)
+
+
+def table(shape=SHAPE, rows=ROWS):
+    starts_e = torch.tensor([0, *rows]).cumsum(0)
+    tasks, (gathers, products), _ = task_table_torch(
+        starts_e=starts_e, decision=decided(sum(rows)), when=Decide.OK, rows=128,
+        shape=shape)  # fmt: skip
+    at = shape.products_at(128, len(rows))
+    return torch.cat([tasks[:gathers], tasks[at : at + products]])
+
+
+def outcome(tasks, seed, programs=None, shape=SHAPE, rows=ROWS):
+    """The bits that an order leaves in buffers of NaN."""
+    total = sum(rows)
+    a, out = torch.full((total, D), float("nan")), torch.full((total, N), float("nan"))
+    grouped_gemm_tasks_torch(
+        tasks=tasks, shape=shape, seed=seed, programs=programs,
+        weights_EKN=normal(len(rows), D, N, dtype=torch.float32, seed=1), a_RK=a,
+        source_RK=normal(total, D, dtype=torch.float32, seed=2), out_RN=out,
+    )  # fmt: skip
+    return torch.cat([a, out], 1).view(torch.int32)
+
+
+def test_200_interleavings_give_equal_bits():
+    tasks = table()
+    first = outcome(tasks, 0)
+    assert not torch.isnan(first.view(torch.float32)).any()
+    orders = 0
+    for seed in range(200):
+        programs = None if seed % 2 else {GATHER: 1 + seed % 3, PRODUCT: 1 + seed % 5}
+        assert torch.equal(outcome(tasks, seed, programs), first)
+        orders += 1
+    assert orders == 200
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_tables_of_the_real_choices_give_equal_bits(gather):
+    choice = choose_grouped_gemm(INTERPRETER, N=N, K=D, itemsize=2, gather=gather, tma=True)
+    shape = replace(SHAPE, block=choice.BM, parts=choice.parts, group=choice.group)
+    tasks = table(shape)
+    if not gather:
+        assert (tasks[:, Task.WAIT] == -1).all()
+        return
+    first = outcome(tasks, 0, shape=shape)
+    assert all(torch.equal(outcome(tasks, seed, shape=shape), first) for seed in range(1, 30))
+
+
+def test_deleting_any_one_wait_is_noticed():
+    tasks = table()
+    waiting = (tasks[:, Task.WAIT] >= 0).nonzero()[:, 0].tolist()
+    right = outcome(tasks, 0)
+    assert len(waiting) == (1 + 3 + 3 + 1) * 3
+    for index in waiting:
+        mutant = tasks.clone()
+        mutant[index, Task.WAIT] = -1
+        assert any(not torch.equal(outcome(mutant, seed), right) for seed in range(50)), index
+
+
+def test_lowering_what_any_one_wait_waits_for_is_noticed():
+    tasks = table()
+    right = outcome(tasks, 0)
+    waiting = (tasks[:, Task.WAIT] >= 0).nonzero()[:, 0].tolist()
+    # A tile's last part may be empty; one that holds rows cannot be done without.
+    full = [i for i in waiting if tasks[i, Task.ROWS] > 2 * 6]
+    for index in full:
+        mutant = tasks.clone()
+        mutant[index, Task.UNTIL] -= 1
+        assert any(not torch.equal(outcome(mutant, seed), right) for seed in range(200)), index
+
+
+def test_a_deleted_signal_hangs_and_is_noticed():
+    tasks = table()
+    gather = int((tasks[:, Task.SIGNAL] >= 0).nonzero()[0, 0])
+    tasks[gather, Task.SIGNAL] = -1
+    with pytest.raises(RuntimeError, match="every program waits"):
+        outcome(tasks, 0)

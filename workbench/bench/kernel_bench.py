@@ -1,0 +1,148 @@
+"""The Triton kernels against their peers on a GPU: grouped product, fused dispatch, whole layer.
+
+Written without a GPU at hand: nothing here has run on one yet.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.bench.kernel_table import NOT_RUN
+from workbench.kernels.catalogue import Sizes
+from workbench.kernels.device import Launch, run, target_of
+from workbench.kernels.dispatch_w13 import dispatch_w13
+from workbench.kernels.grouped_gemm import grouped_gemm
+from workbench.kernels.memory import Peers, rows_at
+from workbench.kernels.words import DECIDE_WORDS, Decide
+from workbench.moe.autograd import routed_experts
+from workbench.moe.config import MoEConfig
+from workbench.moe.context import create_context
+from workbench.moe.group import VirtualGroup
+
+FIGURES = (
+    "grouped_gemm_us", "torch_grouped_mm_us", "cublas_dense_us", "grouped_gemm_over_torch",
+    "grouped_gemm_over_cublas", "dispatch_w13_us", "dispatch_over_gemm", "layer_standard_us",
+    "layer_alltoall_us", "layer_standard_over_alltoall",
+)  # fmt: skip
+"""Times in microseconds, and ratios of rates: above 1 the first is faster. Goals on an H200:
+grouped_gemm_over_torch 0.8, dispatch_over_gemm 0.9."""
+
+
+def bench_kernels(sizes: Sizes | None = None) -> dict[str, float | str]:
+    """FIGURES by name; all `not run on a GPU` where there is none.
+
+    Rows are balanced over the local experts of one rank at EP 64 of the study's shape. What is
+    timed was compared with torch just before. Raises RuntimeError where it is wrong.
+    """
+    if not torch.cuda.is_available():
+        return dict.fromkeys(FIGURES, NOT_RUN)
+    s = sizes or Sizes()
+    scene = _scene(s)
+    ours, fused = scene.grouped(), scene.dispatch()
+    run(ours)
+    theirs = torch._grouped_mm(scene.x_RD, scene.w13.transpose(1, 2), offs=scene.ends_e)
+    _check("grouped_gemm", scene.h1_R2F, theirs)
+    run(fused)
+    rows = rows_at(scene.arena_B, scene.h1_at, s.R, 2 * s.F, s.dtype)
+    _check("dispatch_w13", rows, theirs)
+    dense = scene.w13[0].t()
+    gemm = _time_us(lambda: run(ours))
+    torch_us = _time_us(
+        lambda: torch._grouped_mm(scene.x_RD, scene.w13.transpose(1, 2), offs=scene.ends_e)
+    )
+    cublas = _time_us(lambda: scene.x_RD @ dense)
+    dispatch = _time_us(lambda: run(fused))
+    standard, alltoall = (_layer_us(s, pipeline) for pipeline in ("standard", "alltoall"))
+    values = (gemm, torch_us, cublas, torch_us / gemm, cublas / gemm, dispatch, gemm / dispatch,
+              standard, alltoall, alltoall / standard)  # fmt: skip
+    return dict(zip(FIGURES, values, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scene:
+    """W13's product of one rank whose rows are its own tokens' in route order."""
+
+    x: Peers
+    x_RD: Tensor
+    h1_R2F: Tensor
+    w13: Tensor
+    starts_e: Tensor
+    ends_e: Tensor
+    row_R: Tensor
+    decision: Tensor
+    arena_B: Tensor
+    h1_at: int
+
+    def grouped(self) -> list[Launch]:
+        return grouped_gemm(
+            target_of(self.x_RD.device), weights=self.w13, weights_NK=True, when=Decide.OK,
+            starts_e=self.starts_e, decision=self.decision, rows=self.row_R.shape[0],
+            peers=self.x, rank_R=None, row_R=self.row_R, a=self.x_RD, out=self.h1_R2F,
+        )  # fmt: skip
+
+    def dispatch(self) -> list[Launch]:
+        return dispatch_w13(
+            target_of(self.x_RD.device), x=self.x, rank_R=None, row_R=self.row_R, divisor=1,
+            starts_e=self.starts_e, w13_E2FD=self.w13, arena_B=self.arena_B,
+            decision=self.decision, when=Decide.OK,
+        )  # fmt: skip
+
+
+def _scene(s: Sizes) -> _Scene:
+    with torch.device("cuda"):
+        x_ND = torch.randn(s.R, s.D).to(s.dtype)
+        row_R = torch.randperm(s.R, dtype=torch.int32)
+        w13 = (torch.randn(s.e, 2 * s.F, s.D) / s.D**0.5).to(s.dtype)
+        starts_e = torch.arange(s.e + 1, dtype=torch.int64) * (s.R // s.e)
+        bytes_x = s.R * s.D * s.dtype.itemsize
+        arena_B = torch.empty(bytes_x + s.R * 2 * s.F * s.dtype.itemsize, dtype=torch.uint8)
+        decision = torch.zeros(DECIDE_WORDS, dtype=torch.int64)
+        decision[Decide.OK], decision[Decide.ROWS] = 1, s.R
+        decision[Decide.X_AT], decision[Decide.H1_AT] = 0, bytes_x
+        peers = Peers(all_P=x_ND[None], bases_P=torch.tensor([x_ND.data_ptr()]), offset=0)
+        return _Scene(x=peers, x_RD=x_ND[row_R.long()], h1_R2F=torch.empty(s.R, 2 * s.F,
+                      dtype=s.dtype), w13=w13, starts_e=starts_e,
+                      ends_e=starts_e[1:].to(torch.int32), row_R=row_R, decision=decision,
+                      arena_B=arena_B, h1_at=bytes_x)  # fmt: skip
+
+
+def _layer_us(s: Sizes, pipeline: str) -> float:
+    """Forward and backward of one layer of one rank that holds the local experts alone."""
+    config = MoEConfig(T=s.T, D=s.D, F=s.F, E=s.e, K=min(s.K, s.e), scratch_factor=1.0,
+                       pipeline=pipeline, executor="triton", validate="first")  # fmt: skip
+    dtype = torch.bfloat16
+    with torch.device("cuda"), create_context(config, VirtualGroup(1, "cuda:0")) as context:
+        x = torch.randn(s.T, s.D).to(dtype).requires_grad_()
+        ids = torch.rand(s.T, s.e).argsort(1)[:, : config.K].contiguous()
+        scores = torch.rand(s.T, config.K).requires_grad_()
+        w13 = (torch.randn(s.e, 2 * s.F, s.D) / s.D**0.5).to(dtype).requires_grad_()
+        w2 = (torch.randn(s.e, s.D, s.F) / s.F**0.5).to(dtype).requires_grad_()
+        dy = torch.randn(s.T, s.D).to(dtype)
+
+        def step() -> None:
+            routed_experts(x, ids, scores, w13, w2, context).backward(dy)
+
+        return _time_us(step)
+
+
+def _check(name: str, found: Tensor, right: Tensor) -> None:
+    error = float((found.float() - right.float()).norm() / right.float().norm())
+    if not error < 1e-2:
+        raise RuntimeError(f"{name} is wrong by {error:.2e} of its norm; it is not timed")
+
+
+def _time_us(call: Callable[[], object], warm: int = 10, repeats: int = 30) -> float:
+    """Median microseconds of a call on the current stream."""
+    for _ in range(warm):
+        call()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+             for _ in range(repeats)]  # fmt: skip
+    for start, end in pairs:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs)

@@ -1,0 +1,151 @@
+"""Every Triton kernel at the study's shapes, as compiled for each target, without a GPU.
+
+A row is what the compiler made of one launch, what the launch must move and compute, and the time
+that this takes at the device's peaks: a floor, not a measurement.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.errors import InputError
+from workbench.hardware import Hardware, load_hardware
+from workbench.kernels.aot import TARGETS, compile_launch
+from workbench.kernels.catalogue import MAIN, Sizes, Work, launches, work
+from workbench.kernels.device import INTERPRET, Launch
+
+DEVICE = {"sm_90a": "H200", "sm_100a": "B200", "sm_103a": "GB300"}
+"""Target -> the device whose peaks a floor is computed with."""
+LAUNCH_US = 2.0
+"""A kernel whose floor is below this many microseconds is bound by its launch."""
+NOT_RUN = "not run on a GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRow:
+    """One launch on one target. `main`: it does the op's work, whose FLOP, bytes and floor stand
+    here; else these are 0. Bytes are of HBM; per tile, of the operands that a tile is made from.
+    """
+
+    op: str
+    kernel: str
+    target: str
+    device: str
+    main: bool
+    instruction: str
+    tma: str
+    warp_specialised: bool
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_columns: int
+    stages: int
+    warps: int
+    resident: int
+    programs: int
+    waits: bool
+    flop_per_tile: int
+    bytes_per_tile: int
+    tiles: int
+    gflop: float
+    hbm_mb: float
+    link_mb: float
+    bound_by: str
+    predicted_us: float
+    origin: str
+    run: str
+
+
+def kernel_rows(
+    sizes: Sizes | None = None,
+    targets: Sequence[str] = tuple(TARGETS),
+    ops: Sequence[str] | None = None,
+    ptx: Path | None = None,
+) -> Iterator[KernelRow]:
+    """Compiles and yields row by row. With `ptx`, writes each kernel's PTX into that folder.
+
+    A process that interprets kernels cannot compile them: there, another one does. Raises
+    InputError for an unknown target or op.
+    """
+    sizes = sizes or Sizes()
+    for target in targets:
+        if target not in TARGETS:
+            raise InputError(f"target={target} must be one of {', '.join(TARGETS)}")
+        table = launches(sizes, TARGETS[target])
+        for op in ops or table:
+            if op not in table:
+                raise InputError(f"op={op} must be one of {', '.join(table)}")
+        if INTERPRET.value:
+            yield from _elsewhere(sizes, target, ops, ptx)
+            continue
+        for op in ops or table:
+            main = MAIN.get(op, len(table[op]) - 1)
+            for i, launch in enumerate(table[op]):
+                facts, code = compile_launch(launch, target)
+                if ptx is not None:
+                    ptx.mkdir(parents=True, exist_ok=True)
+                    name = f"{op.replace(', ', '-').replace(' ', '-')}.{i}.{facts.kernel}"
+                    (ptx / f"{name}.{target}.ptx").write_text(code)
+                does = work(sizes, op, launch) if i == main else Work(
+                    flop=0, hbm_bytes=0, link_bytes=0, tiles=1)  # fmt: skip
+                bound, seconds = _floor(does, load_hardware(DEVICE[target]))
+                flop, tile_bytes = _tile(sizes, does, launch)
+                yield KernelRow(
+                    op=op, kernel=facts.kernel, target=target, device=DEVICE[target],
+                    main=i == main, instruction=", ".join(facts.instructions) or "none",
+                    tma="loads" if facts.tma_loads else "no",
+                    warp_specialised=facts.specialised, registers=facts.registers,
+                    spill_bytes=facts.spill_bytes, shared_bytes=facts.shared_bytes,
+                    tensor_columns=facts.tensor_columns, stages=facts.stages,
+                    warps=facts.warps, resident=facts.resident, programs=launch.grid,
+                    waits=any("acquire" in access for access in facts.ordered),
+                    flop_per_tile=flop, bytes_per_tile=tile_bytes, tiles=does.tiles,
+                    gflop=does.flop / 1e9, hbm_mb=does.hbm_bytes / 1e6,
+                    link_mb=does.link_bytes / 1e6, bound_by=bound,
+                    predicted_us=seconds * 1e6, origin="predicted", run=NOT_RUN,
+                )  # fmt: skip
+
+
+def _elsewhere(
+    sizes: Sizes, target: str, ops: Sequence[str] | None, ptx: Path | None
+) -> Iterator[KernelRow]:
+    """The rows of a target from a process that compiles."""
+    command = [sys.executable, "-m", "workbench.cli", "kernels", "--all", "--json",
+               "--target", target]  # fmt: skip
+    for name in ("T", "D", "F", "E", "K", "ep"):
+        command += [f"--{name}", str(getattr(sizes, name))]
+    for op in ops or ():
+        command += ["--op", op]
+    if ptx is not None:
+        command += ["--ptx", str(ptx)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    for line in done.stdout.splitlines():
+        yield KernelRow(**json.loads(line))
+
+
+def _floor(does: Work, hardware: Hardware) -> tuple[str, float]:
+    """What bounds the work at the device's peaks, and the seconds that takes."""
+    times = {
+        "matrix units": does.flop / (hardware.peak_tflops("bf16") * 1e12),
+        "HBM": does.hbm_bytes / (hardware.hbm_tb_s * 1e12),
+        "link": does.link_bytes / (hardware.scale_up_gb_s * 1e9),
+    }
+    bound = max(times, key=lambda name: times[name])
+    return (bound if times[bound] * 1e6 >= LAUNCH_US else "launch"), times[bound]
+
+
+def _tile(sizes: Sizes, does: Work, launch: Launch) -> tuple[int, int]:
+    """FLOP of one tile, and the bytes of its operands and result (from cache or HBM)."""
+    args, c = launch.integers, launch.constants
+    item = sizes.dtype.itemsize
+    if "BM" not in c:
+        return 0, does.hbm_bytes // does.tiles
+    inner = args["K"] if "K" in args else sizes.R // sizes.e
+    return 2 * c["BM"] * c["BN"] * inner, item * ((c["BM"] + c["BN"]) * inner + c["BM"] * c["BN"])
