@@ -76,7 +76,7 @@ def processes(marks: str) -> dict[int, str]:
 
 def ranks_of(out: Path) -> list[int]:
     return [pid for pid, line in processes(str(out)).items()
-            if "bench.worker" in line and "bench.agent" not in line]  # fmt: skip
+            if "bench.worker" in line and "bench.elastic" not in line]  # fmt: skip
 
 
 def start(matrix: Path, out: Path) -> "subprocess.Popen[str]":
@@ -203,11 +203,11 @@ def test_a_killed_notebook_kernel(matrix: Path, tmp_path: Path, seed: int) -> No
         assert runner.poll() is None
         time.sleep(0.01)
     time.sleep(random.Random(400 + seed).uniform(0, SECONDS - 2))
-    agents = [pid for pid, line in processes(str(out)).items() if "bench.agent" in line]
-    for pid in {_parent(pid) for pid in agents}:
+    torchruns = [pid for pid, line in processes(str(out)).items() if "bench.elastic" in line]
+    for pid in {_parent(pid) for pid in torchruns}:
         os.kill(pid, signal.SIGKILL)  # the kernel started them
     _, told = runner.communicate(timeout=60)
-    assert runner.returncode == (1 if agents else 0), told
+    assert runner.returncode == (1 if torchruns else 0), told
     wait_gone(out)
     resumed_well(out, matrix)
 
@@ -294,9 +294,9 @@ def test_ranks_do_not_outlive_what_started_them(
     while not (out / "events.jsonl").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
-    (agent,) = (pid for pid, line in processes(str(out)).items() if "bench.agent" in line)
+    (torchrun,) = (pid for pid, line in processes(str(out)).items() if "bench.elastic" in line)
     driver.kill()
     if agent_too:
-        os.kill(agent, signal.SIGKILL)
+        os.kill(torchrun, signal.SIGKILL)
     driver.wait()
     wait_gone(out)

@@ -147,7 +147,7 @@ def command(job: Job, path: Path, folder: Folder, launch: Launch) -> list[str]:
                    f"--rdzv-conf=join_timeout={int(job.limit_s)}"]  # fmt: skip
     if launch.local_addr:
         meeting.append(f"--local-addr={launch.local_addr}")
-    return [*launch.prefix, sys.executable, "-m", "workbench.bench.agent", *meeting,
+    return [*launch.prefix, sys.executable, "-m", "workbench.bench.elastic", *meeting,
             f"--nproc-per-node={job.ep // launch.nnodes}", "--max-restarts=0",
             "-m", "workbench.bench.worker", str(folder.path), str(path)]  # fmt: skip
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.bench.agent import die_with_parent
+from workbench.bench.elastic import die_with_parent
 from workbench.bench.job import HUNG, LOST, UNWRITABLE, Folder, Job, read_job
 from workbench.bench.measure import measure_case
 from workbench.bench.own import write_record

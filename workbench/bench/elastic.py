@@ -1,4 +1,4 @@
-"""`python -m workbench.bench.agent ...`: torchrun that ends when the process that started it does.
+"""`python -m workbench.bench.elastic ...`: torchrun that ends when the process that started it does.
 
 A driver that is killed outright cannot end its ranks; the kernel does it for it.
 """
