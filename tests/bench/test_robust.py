@@ -283,9 +283,9 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     assert sorted(told) == ["A", "A", "B", "B"]
 
 
-@pytest.mark.parametrize("agent_too", [False, True])
+@pytest.mark.parametrize("torchrun_too", [False, True])
 def test_ranks_do_not_outlive_what_started_them(
-    lone_matrix: Path, tmp_path: Path, agent_too: bool
+    lone_matrix: Path, tmp_path: Path, torchrun_too: bool
 ) -> None:
     out = tmp_path / "run"
     driver = subprocess.Popen([*CLI, "sweep", str(lone_matrix), "--out", str(out), "--ranks=2",
@@ -296,7 +296,7 @@ def test_ranks_do_not_outlive_what_started_them(
         time.sleep(0.05)
     (torchrun,) = (pid for pid, line in processes(str(out)).items() if "bench.elastic" in line)
     driver.kill()
-    if agent_too:
+    if torchrun_too:
         os.kill(torchrun, signal.SIGKILL)
     driver.wait()
     wait_gone(out)

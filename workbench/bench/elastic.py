@@ -1,4 +1,4 @@
-"""`python -m workbench.bench.elastic ...`: torchrun that ends when the process that started it does.
+"""`python -m workbench.bench.elastic ...`: torchrun that ends with the process that started it.
 
 A driver that is killed outright cannot end its ranks; the kernel does it for it.
 """
