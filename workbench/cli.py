@@ -197,8 +197,7 @@ def report_command(
     points = grid(NOTEBOOK, notebook_parameters(NOTEBOOK), param or [])
     if len(points) > 1:
         raise InputError("a report has one value per parameter; `workbench run` makes grids")
-    with reported(NOTEBOOK.name) as on_cell:
-        print(build_report(out, points[0], on_cell, sweep))
+    print(build_report(out, points[0], reported, sweep))
 
 
 @app.command("predict")

@@ -1,6 +1,7 @@
 """The main job: report, time model, explorers and local sweep by the strict runner, on one page."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,25 @@ EXPLORERS = tuple(
 )
 
 
+OnCell = Callable[[int, int], None]
+
+
+def _silent(_name: str) -> AbstractContextManager[OnCell | None]:
+    return nullcontext()
+
+
 def build_report(
     out_root: str | Path | None = None,
     parameters: Mapping[str, Any] | None = None,
-    on_cell: Callable[[int, int], None] | None = None,
+    around: Callable[[str], AbstractContextManager[OnCell | None]] = _silent,
     sweep: bool = False,
 ) -> Path:
     """Execute the report notebook into `out_root`/<run id>, and notebook 02 into `model` below it
     where the results can calibrate the time model, the explorers' notebooks into a folder each, and
     with `sweep` notebook 06 into `measured`: the local matrix on this machine. Returns the path of
     the index page.
+
+    `around(name)` is entered for each notebook and yields its `on_cell`, as in `run_notebook`.
 
     `out_root` defaults to outputs/runs; `parameters` are those of the notebook, as values or as
     texts. Raises InputError for bad input before anything is written, and NotebookError where a
@@ -48,23 +58,25 @@ def build_report(
     folder = new_run_dir("report")
     if out_root is not None:
         folder = Path(out_root) / folder.name
-    run = run_notebook(NOTEBOOK, folder, given, on_cell=on_cell)
+
+    def execute(notebook: Path, out: Path, passed: Mapping[str, Any]) -> Path:
+        with around(notebook.name) as on_cell:
+            return out / str(run_notebook(notebook, out, passed, on_cell=on_cell).executed)
+
+    executed = execute(NOTEBOOK, folder, given)
     index = folder / "index.html"
-    add_notebook(index, folder / str(run.executed))
+    add_notebook(index, executed)
     if _calibrates(p.results):
         passed = {"results": p.results, "formats": p.formats}
-        run = run_notebook(MODEL_NOTEBOOK, folder / MODEL_FOLDER, passed, on_cell=on_cell)
-        add_notebook(index, folder / MODEL_FOLDER / str(run.executed))
+        add_notebook(index, execute(MODEL_NOTEBOOK, folder / MODEL_FOLDER, passed))
     for notebook in EXPLORERS:
-        passed = {"results": p.results} if p.results else {}
-        run = run_notebook(notebook, folder / notebook.stem, passed, on_cell=on_cell)
-        add_notebook(index, folder / notebook.stem / str(run.executed))
+        own = {"results": p.results} if p.results else {}
+        add_notebook(index, execute(notebook, folder / notebook.stem, own))
     if sweep:
         measured = folder / SWEEP_FOLDER
-        run = run_notebook(SWEEP_NOTEBOOK, measured, SHORT | {"formats": p.formats},
-                           on_cell=on_cell)  # fmt: skip
+        executed = execute(SWEEP_NOTEBOOK, measured, SHORT | {"formats": p.formats})
         add_measured(index, measured)
-        add_notebook(index, measured / str(run.executed))
+        add_notebook(index, executed)
     return index
 
 
