@@ -87,8 +87,9 @@ def add_notebook(index: Path, notebook: Path) -> None:
     name = html.escape(notebook.relative_to(index.parent).as_posix())
     inner = html.escape(notebook_html(notebook))
     section = (
-        f'<h2>Notebook</h2><p><a href="{name}">{name}</a></p><details><summary>Show the executed '
-        f'notebook</summary><iframe title="notebook" srcdoc="{inner}"></iframe></details>'
+        f"<h2>Notebook {html.escape(notebook.stem.replace('_', ' '))}</h2>"
+        f'<p><a href="{name}">{name}</a></p><details><summary>Show the executed notebook</summary>'
+        f'<iframe title="notebook" srcdoc="{inner}"></iframe></details>'
     )
     write_atomic(
         index, index.read_text(encoding="utf-8").replace(_NOTEBOOK, section + _NOTEBOOK, 1)
