@@ -97,7 +97,7 @@ def launches(sizes: Sizes, target: Target) -> dict[str, list[Launch]]:
         "swiglu": (swiglu, activation),
         "swiglu, clamped": (swiglu, {**activation, "limit": 7.0}),
         "w2_combine": (w2_combine, {
-            **common, **route, "act_RF": act_RF, "w2_EDF": w2, "rows_RD": rows_RD,
+            **common, **route, "act_RF": act_RF, "w2_EDF": w2,
             "out": peers(N, s.D)}),
         "sum_k": (sum_k, {
             "rows_TKD": empty(s.T, s.K, s.D), "scores_TK": scores_TK, "decision": decision,
@@ -115,7 +115,7 @@ def launches(sizes: Sizes, target: Target) -> dict[str, list[Launch]]:
             **common, "dy_RD": rows_RD, "act_RF": act_RF, "accumulate": True,
             "dw2_EDF": empty(s.e, s.D, s.F, dtype=F32)}),
         "w13_dgrad_combine": (w13_dgrad_combine, {
-            **common, **route, "arena_B": arena_B, "w13_E2FD": w13, "rows_RD": rows_RD,
+            **common, **route, "arena_B": arena_B, "w13_E2FD": w13,
             "out": peers(N, s.D)}),
         "w13_wgrad": (w13_wgrad, {**common, "arena_B": arena_B, "dw13_E2FD": w13}),
         "take_dscores": (take_dscores, {

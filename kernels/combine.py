@@ -20,17 +20,16 @@ def w2_combine_torch(
     decision: Tensor,
     rank_R: Tensor | None,
     row_R: Tensor,
-    rows_RD: Tensor,
     out: Peers,
 ) -> None:
     """out[rank_R[r], row_R[r]] = act_RF[r] @ w2[expert].T, FP32 inside, rounded once.
 
-    out: [P, N, D]. rows_RD is room to stage the rows in. A no-op unless the decision is OK.
+    out: [P, N, D]. A no-op unless the decision is OK.
     """
     words = decision.tolist()
     if words[Decide.OK]:
         _scatter(act_RF, w2_EDF.transpose(1, 2), starts_e, words[Decide.ROWS],
-                 rank_R, row_R, rows_RD, out)  # fmt: skip
+                 rank_R, row_R, out)  # fmt: skip
 
 
 def w13_dgrad_combine_torch(
@@ -41,7 +40,6 @@ def w13_dgrad_combine_torch(
     decision: Tensor,
     rank_R: Tensor | None,
     row_R: Tensor,
-    rows_RD: Tensor,
     out: Peers,
 ) -> None:
     """out[rank_R[r], row_R[r]] = dh1_R2F[r] @ w13[expert], dh1 where `decision` says h1 lies."""
@@ -50,7 +48,7 @@ def w13_dgrad_combine_torch(
         dh1_R2F = rows_at(
             arena_B, words[Decide.H1_AT], words[Decide.ROWS], w13_E2FD.shape[1], w13_E2FD.dtype
         )
-        _scatter(dh1_R2F, w13_E2FD, starts_e, words[Decide.ROWS], rank_R, row_R, rows_RD, out)
+        _scatter(dh1_R2F, w13_E2FD, starts_e, words[Decide.ROWS], rank_R, row_R, out)
 
 
 def _scatter(
@@ -60,14 +58,13 @@ def _scatter(
     rows: int,
     rank_R: Tensor | None,
     row_R: Tensor,
-    rows_RD: Tensor,
     out: Peers,
 ) -> None:
     table_ND, to_R = out.find(rank_R, row_R, rows)
 
     def expert(e: int, start: int, end: int) -> None:
-        out_rD = rows_RD[start:end]
-        torch.mm(a_RK[start:end], b_EKN[e], out=out_rD)
+        # Scattered at once, while it is in cache.
+        out_rD = torch.mm(a_RK[start:end], b_EKN[e])
         wide(table_ND).index_copy_(0, to_R[start:end], wide(out_rD))
 
     for_experts(expert, starts_e.tolist())
@@ -82,10 +79,9 @@ def w2_combine(
     decision: Tensor,
     rank_R: Tensor | None,
     row_R: Tensor,
-    rows_RD: Tensor,
     out: Peers,
 ) -> list[Launch]:
-    """As the twin; rows go straight to their owners, rows_RD is not used."""
+    """As the twin; rows go straight to their owners."""
     return grouped_gemm(
         target, weights=w2_EDF, weights_NK=True, starts_e=starts_e, decision=decision,
         when=Decide.OK, rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True,
@@ -102,10 +98,9 @@ def w13_dgrad_combine(
     decision: Tensor,
     rank_R: Tensor | None,
     row_R: Tensor,
-    rows_RD: Tensor,
     out: Peers,
 ) -> list[Launch]:
-    """As the twin; rows go straight to their owners, rows_RD is not used."""
+    """As the twin; rows go straight to their owners."""
     return grouped_gemm(
         target, weights=w13_E2FD, weights_NK=False, starts_e=starts_e, decision=decision,
         when=Decide.OK, rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True,

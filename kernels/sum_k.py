@@ -25,7 +25,7 @@ from .device import (
 from .memory import for_experts
 from .words import Decide
 
-_TOKENS = 128
+_TOKENS = 256
 
 
 def sum_k_torch(

@@ -29,7 +29,7 @@ from .device import (
 from .memory import Peers, for_experts, rows_at
 from .words import Decide
 
-_ROWS = 128
+_ROWS = 512
 
 
 def swiglu_torch(

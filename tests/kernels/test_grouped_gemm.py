@@ -101,8 +101,7 @@ def test_combine(rows, D, F, dtype, ranked):
     h1_at = -(-160 * D * dtype.itemsize // 128) * 128
     rows_at(group.arenas_PB[0], h1_at, total, 2 * F, dtype).copy_(h1)
     place = (route["rank_R"][:total].long() if ranked else 0, route["row_R"][:total].long())
-    common = {**route, "decision": decided(total, H1_AT=h1_at), "out": out,
-              "rows_RD": torch.empty(total, D, dtype=dtype)}  # fmt: skip
+    common = {**route, "decision": decided(total, H1_AT=h1_at), "out": out}
     for kernel, twin, given, exact in (
         (w2_combine, w2_combine_torch, {"act_RF": act, "w2_EDF": w2},
          torch.einsum("rf,rdf->rd", act[:total].double(), w2.double()[expert_of(rows)])),

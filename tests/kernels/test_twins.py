@@ -192,7 +192,7 @@ def test_combine_writes_the_rows_of_its_routes_and_no_others():
     decision = torch.zeros(DECIDE_WORDS, dtype=torch.int64)
     given = {
         "act_RF": act, "w2_EDF": w2, "starts_e": torch.tensor([0, 3, 4]), "decision": decision,
-        "rank_R": to_rank, "row_R": to_row, "rows_RD": torch.empty(4, D),
+        "rank_R": to_rank, "row_R": to_row,
         "out": Peers(all_P=out, bases_P=torch.zeros(P), offset=0),
     }  # fmt: skip
     w2_combine_torch(**given)

@@ -162,9 +162,6 @@ def plan_ours(config: MoEConfig) -> OursPlan:
     if c.training:
         add("scratch", "g_RF", [R, c.F], c.dtype)
         add("scratch", "rows_RD", [R, c.D], c.dtype)
-    else:
-        # Without a backward the gathered rows are spent when the products of W2 are made.
-        add("scratch", "rows_RD", [R, c.D], c.dtype, "x_RD")
     # Every peer's rows form one table with a whole number of rows from rank to rank.
     unit = math.lcm(ALIGNMENT_BYTES, c.D * item)
     return OursPlan(

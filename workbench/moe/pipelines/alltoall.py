@@ -47,7 +47,7 @@ def experts(s: Step) -> None:
     s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision, act_RF=s.own("act_RF"))
     s.launch("w2_combine", act_RF=s.own("act_RF"), w2_EDF=s.w2_EDF, starts_e=s.own("starts_e"),
              decision=s.decision, rank_R=None, row_R=s.own("position_R"),
-             rows_RD=s.own("rows_RD"), out=s.local_rows("received_RD"))  # fmt: skip
+             out=s.local_rows("received_RD"))  # fmt: skip
 
 
 def unpack(s: Step) -> None:
@@ -76,7 +76,7 @@ def experts_backward(s: Step) -> None:
     w2_wgrad(s)
     s.launch("w13_dgrad_combine", arena_B=s.memory.arena_B, w13_E2FD=s.w13_E2FD,
              starts_e=starts_e, decision=s.decision, rank_R=None, row_R=position_R,
-             rows_RD=s.own("rows_RD"), out=s.local_rows("received_RD"))  # fmt: skip
+             out=s.local_rows("received_RD"))  # fmt: skip
     w13_wgrad(s)
 
 

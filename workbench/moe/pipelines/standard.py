@@ -39,7 +39,7 @@ def experts(s: Step) -> None:
     s.launch("swiglu", arena_B=s.memory.arena_B, decision=s.decision, act_RF=s.own("act_RF"))
     s.launch("w2_combine", act_RF=s.own("act_RF"), w2_EDF=s.w2_EDF, starts_e=s.own("starts_e"),
              decision=s.decision, rank_R=s.own("rank_R"), row_R=s.own("slot_R"),
-             rows_RD=s.own("rows_RD"), out=s.peers("rows_TKD"))  # fmt: skip
+             out=s.peers("rows_TKD"))  # fmt: skip
 
 
 def dispatch(s: Step, when: Decide) -> None:
@@ -73,7 +73,7 @@ def experts_backward(s: Step) -> None:
     w2_wgrad(s)
     s.launch("w13_dgrad_combine", arena_B=s.memory.arena_B, w13_E2FD=s.w13_E2FD,
              starts_e=starts_e, decision=s.decision, rank_R=rank_R, row_R=slot_R,
-             rows_RD=s.own("rows_RD"), out=s.peers("rows_TKD"))  # fmt: skip
+             out=s.peers("rows_TKD"))  # fmt: skip
     w13_wgrad(s)
 
 
