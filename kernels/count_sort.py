@@ -72,6 +72,7 @@ def prefix_kernel(counts_at, totals_at, P, blocks, KEYS, TOTALS: tl.constexpr,
     counts is written behind the last: counts has room for KEYS more."""
     key = tl.program_id(0)
     counts = pointer(counts_at, tl.int32) + key.to(tl.int64) * P * blocks
+    sums = pointer(counts_at, tl.int32) + tl.num_programs(0).to(tl.int64) * P * blocks
     before = 0
     for source in range(P):
         at_start = before
@@ -84,7 +85,6 @@ def prefix_kernel(counts_at, totals_at, P, blocks, KEYS, TOTALS: tl.constexpr,
         if TOTALS:
             total = before - at_start + tl.full([], 0, tl.int64)
             tl.store(pointer(totals_at, tl.int64) + source * KEYS + key, total)
-    sums = pointer(counts_at, tl.int32) + tl.full([], 0, tl.int64) + P * blocks * KEYS
     tl.store(sums + key, before)
 
 
@@ -92,7 +92,7 @@ def prefix_kernel(counts_at, totals_at, P, blocks, KEYS, TOTALS: tl.constexpr,
 def starts_kernel(counts_at, starts_at, G, KEYS, first_key, keys, KEYS_2: tl.constexpr):
     """Grid: 1. starts: int64 [keys + 1], first place of each key from first_key on, and the end."""
     key = tl.arange(0, KEYS_2)
-    sums = pointer(counts_at, tl.int32) + tl.full([], 0, tl.int64) + G * KEYS + first_key
+    sums = pointer(counts_at, tl.int32) + (tl.full([], 0, tl.int64) + G) * KEYS + first_key
     count = tl.load(sums + key, mask=key < keys, other=0).to(tl.int64)
     ends = tl.cumsum(count, 0)
     starts = pointer(starts_at, tl.int64)

@@ -1,8 +1,8 @@
 """In continuous integration (CI=true) a skipped test fails the run: a missing tool must show.
 
 Tests marked `gpu` are deselected by default, which is not a skip. Without them Triton's kernels run
-in its interpreter, which must be said before anything imports triton; `-m gpu` runs the layer with
-executor `triton` on the GPU.
+in its interpreter, which must be said before anything imports triton. With `-m gpu` tests marked
+`values` are among them, and run their kernels on the GPU.
 """
 
 import os
@@ -10,10 +10,27 @@ import os
 import pytest
 
 
+def _on_gpu(config: pytest.Config) -> bool:
+    return str(config.getoption("markexpr", "")).strip() == "gpu"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Interpreter mode unless GPU tests are asked for, in worker processes too."""
-    if str(config.getoption("markexpr", "")).strip() != "gpu":
+    if not _on_gpu(config):
         os.environ["TRITON_INTERPRET"] = "1"
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("-m gpu needs a CUDA device, and torch sees none")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _on_gpu(config):
+        for item in items:
+            if item.get_closest_marker("values"):
+                item.add_marker("gpu")
 
 
 def _skipped(config: pytest.Config) -> list[pytest.TestReport]:

@@ -10,7 +10,6 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "moe"))
 
 from layer_cases import LIMIT, errors, random_config, run, workload
-from ranks_triton import on
 
 from workbench.bench.kernel_bench import bench_kernels
 from workbench.moe.autograd import routed_experts
@@ -33,7 +32,7 @@ def test_values_of_random_cases(ep, dtype, pipeline):
         config, empty = random_config(seed, ep, dtype, pipeline=pipeline, executor="triton")
         work = workload(config, seed, empty_rank=empty)
         with create_context(config, VirtualGroup(ep, "cuda:0")) as context:
-            found = on_host(run(on(work, torch.device("cuda:0")), context))
+            found = on_host(run(work.to("cuda:0"), context))
         for name, error in errors(found, work.exact()).items():
             assert error < LIMIT[dtype], (seed, name, config)
 
@@ -43,7 +42,7 @@ LARGE = MoEConfig(T=512, D=1024, F=512, E=32, K=6, ep=2, scratch_factor=2, execu
 
 def test_same_bits_in_20_runs_at_sizes_that_fill_tiles():
     work = workload(LARGE, 3)
-    there = on(work, torch.device("cuda:0"))
+    there = work.to("cuda:0")
     with create_context(LARGE, VirtualGroup(2, "cuda:0")) as context:
         first = run(there, context)
         for _ in range(19):
@@ -54,7 +53,7 @@ def test_same_bits_in_20_runs_at_sizes_that_fill_tiles():
 
 def test_a_forward_is_captured_in_a_graph():
     config = replace(LARGE, ep=1, mode="inference", validate="never", scratch_factor=1)
-    there = on(workload(config, 4), torch.device("cuda:0"))
+    there = workload(config, 4).to("cuda:0")
     given = (there.x, there.ids, there.scores, there.w13, there.w2)
     with torch.no_grad(), create_context(config, VirtualGroup(1, "cuda:0")) as context:
         right = routed_experts(*given, context).clone()

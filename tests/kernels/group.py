@@ -1,5 +1,7 @@
 """A small group for tests of kernels: poisoned arenas, a random route table, weights, a decision.
 
+Everything lies on DEVICE: the CPU, where Triton interprets kernels; with `pytest -m gpu`, the GPU.
+
 Legend: P ranks, N rows of a peer's buffer, R rows received, E experts of the rank, D hidden.
 """
 
@@ -8,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from workbench.kernels.device import INTERPRET, target_of
 from workbench.kernels.memory import Peers
 from workbench.kernels.words import DECIDE_WORDS, Decide
 
+DEVICE = torch.device("cpu" if INTERPRET.value else "cuda")
+TARGET = target_of(DEVICE)
 ROWS = {
     "none": [0, 0],
     "one": [0, 1, 0],
@@ -48,10 +53,14 @@ class Group:
         return Peers(all_P=all_P, bases_P=bases_P, offset=at)
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
 def routed(rows: list[int], ranks: int, places: int, seed: int) -> dict[str, Tensor]:
     """A route table: starts_e, and for each row a source rank and a place of its own there."""
     total = sum(rows)
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     everywhere = torch.randperm(ranks * places, generator=g)[:total]
     return {
         "starts_e": torch.tensor([0, *rows]).cumsum(0),
@@ -70,7 +79,7 @@ def decided(rows: int, **words: int) -> Tensor:
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     return (torch.randn(shape, generator=g) * scale).to(dtype)
 
 

@@ -205,11 +205,15 @@ def test_resident_programs():
     assert resident(registers=16, warps=1, shared=0, columns=0) == 64
 
 
-@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
-def test_sizes_that_no_descriptor_takes_compile_too(target):
+ODD = Sizes(T=97, D=33, F=19, E=8, K=3, ep=2)
+ONES = Sizes(T=1, D=1, F=1, E=1, K=1, ep=1)
+"""An argument that is 1 is a constant to Triton, with no type of its own."""
+
+
+@pytest.mark.parametrize(("sizes", "target"), [(ODD, "sm_90a"), (ODD, "sm_100a"), (ONES, "sm_90a")])
+def test_sizes_that_no_descriptor_takes_compile_too(sizes, target):
     """Odd widths: no descriptors, still the matrix units, and no spills."""
-    odd = Sizes(T=97, D=33, F=19, E=8, K=3, ep=2)
-    found = [row for row in kernel_rows(odd, [target]) if row.main]
+    found = [row for row in kernel_rows(sizes, [target]) if row.main]
     for row in found:
         assert row.tma == "no"
         assert row.spill_bytes == 0, row.op

@@ -1,10 +1,10 @@
-"""The planner's decision: kernel in the interpreter against the twin, word for word."""
+"""The planner's decision: kernel against the twin, word for word."""
 
 import random
 
 import pytest
 import torch
-from group import Group
+from group import TARGET, Group
 from workbench.kernels.decide import (
     decide,
     decide_backward,
@@ -12,7 +12,7 @@ from workbench.kernels.decide import (
     decide_torch,
     release,
 )
-from workbench.kernels.device import INTERPRETER, run
+from workbench.kernels.device import run
 from workbench.kernels.words import (
     DECIDE_WORDS,
     HEAD_WORDS,
@@ -22,6 +22,8 @@ from workbench.kernels.words import (
     Decide,
     Head,
 )
+
+pytestmark = pytest.mark.values
 
 
 def scene(P, E, seed):
@@ -55,7 +57,7 @@ def both(heads, texts, counts, state, **given):
                      "x_scratch_at": 1 << 33, "h1_scratch_at": (1 << 33) + 128,
                      **given}  # fmt: skip
         if how == "kernel":
-            run(decide(INTERPRETER, **arguments))
+            run(decide(TARGET, **arguments))
         else:
             decide_torch(**arguments)
         results.append(mine)
@@ -123,7 +125,7 @@ def test_what_headers_say(fault):
                  "first_error": state["first_error"].clone(),
                  "error_text": state["error_text"].clone()}  # fmt: skip
         if how == "kernel":
-            run(decide_backward(INTERPRETER, **given))
+            run(decide_backward(TARGET, **given))
         else:
             decide_backward_torch(**given)
         results.append((decision, given["first_error"], given["error_text"]))
@@ -136,7 +138,7 @@ def test_what_headers_say(fault):
 def test_backward_goes_on_where_headers_agree():
     heads, texts, _, state = scene(3, 3, seed=3)
     decision = torch.arange(DECIDE_WORDS) + 1
-    run(decide_backward(INTERPRETER, heads=heads, texts=texts, decision=decision,
+    run(decide_backward(TARGET, heads=heads, texts=texts, decision=decision,
                         first_error=state["first_error"],
                         error_text=state["error_text"]))  # fmt: skip
     assert decision[Decide.OK] == 1
@@ -146,6 +148,6 @@ def test_backward_goes_on_where_headers_agree():
 
 def test_release():
     decision = torch.arange(DECIDE_WORDS) + 1
-    run(release(INTERPRETER, decision=decision))
+    run(release(TARGET, decision=decision))
     assert decision[Decide.END] == 0
     assert decision.count_nonzero() == DECIDE_WORDS - 1

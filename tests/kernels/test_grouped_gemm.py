@@ -1,19 +1,21 @@
-"""The four grouped products: kernel in the interpreter, against the twin and float64."""
+"""The four grouped products: kernel, against the twin and float64."""
 
 import pytest
 import torch
-from group import ROWS, Group, close, decided, expert_of, normal, routed
+from group import ROWS, TARGET, Group, close, decided, expert_of, normal, routed
 from workbench.kernels.combine import (
     w2_combine,
     w2_combine_torch,
     w13_dgrad_combine,
     w13_dgrad_combine_torch,
 )
-from workbench.kernels.device import INTERPRETER, run
+from workbench.kernels.device import run
 from workbench.kernels.dispatch_w13 import dispatch_w13, dispatch_w13_torch
 from workbench.kernels.memory import rows_at
 from workbench.kernels.w2_dgrad import w2_dgrad, w2_dgrad_torch
 from workbench.kernels.words import Decide
+
+pytestmark = pytest.mark.values
 
 SHAPES = {"tma": (80, 72, torch.bfloat16), "pointers": (33, 19, torch.bfloat16),
           "float32": (36, 20, torch.float32)}  # fmt: skip
@@ -47,7 +49,7 @@ def test_dispatch_w13(rows, D, F, dtype):
     given = {"x": x, **route, "divisor": K, "w13_E2FD": w13, "decision": decision,
              "arena_B": group.arenas_PB[1], "when": Decide.RECOMPUTE}  # fmt: skip
     before = group.arenas_PB.clone()
-    run(dispatch_w13(INTERPRETER, **given))
+    run(dispatch_w13(TARGET, **given))
     found_x = rows_at(group.arenas_PB[1], x_at, total, D, dtype).clone()
     found_h1 = rows_at(group.arenas_PB[1], h1_at, total, 2 * F, dtype).clone()
     assert torch.equal(group.arenas_PB[0], before[0])
@@ -74,7 +76,7 @@ def test_w2_dgrad(rows, D, F, dtype):
     for (dy_RD, g_RF), how in zip(outs, ("kernel", "twin"), strict=True):
         given = {"dy": dy, **route, "divisor": 1, "w2_EDF": w2, "decision": decided(total),
                  "dy_RD": dy_RD, "g_RF": g_RF}  # fmt: skip
-        w2_dgrad_torch(**given) if how == "twin" else run(w2_dgrad(INTERPRETER, **given))
+        w2_dgrad_torch(**given) if how == "twin" else run(w2_dgrad(TARGET, **given))
     (dy_RD, g_RF), (twin_dy, twin_g) = outs
     assert torch.equal(dy_RD[:total], twin_dy[:total])
     assert torch.isnan(g_RF[total:]).all()
@@ -110,7 +112,7 @@ def test_combine(rows, D, F, dtype, ranked):
          torch.einsum("rf,rfd->rd", h1.double(), w13.double()[expert_of(rows)])),
     ):  # fmt: skip
         out.all_P.fill_(float("nan"))
-        run(kernel(INTERPRETER, **common, **given))
+        run(kernel(TARGET, **common, **given))
         found = out.all_P.clone()
         written = torch.zeros(ranks, 160, dtype=torch.bool)
         written[place] = True
@@ -127,6 +129,6 @@ def test_nothing_is_written_where_the_call_does_not_run(why):
     x = group.place(60, D, dtype=dtype)
     decision = decided(total) if why == "not asked for" else decided(total, OK=0, RECOMPUTE=1)
     before = group.arenas_PB.clone()
-    run(dispatch_w13(INTERPRETER, x=x, **route, divisor=1, w13_E2FD=w13, decision=decision,
+    run(dispatch_w13(TARGET, x=x, **route, divisor=1, w13_E2FD=w13, decision=decision,
                      arena_B=group.arenas_PB[0], when=Decide.RECOMPUTE))  # fmt: skip
     assert torch.equal(group.arenas_PB, before)

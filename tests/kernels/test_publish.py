@@ -1,9 +1,9 @@
-"""Publish: kernel in the interpreter against the twin, bit for bit; faults by hand."""
+"""Publish: kernel against the twin, bit for bit; faults by hand."""
 
 import pytest
 import torch
-from group import normal
-from workbench.kernels.device import INTERPRETER, run
+from group import TARGET, normal, seeded
+from workbench.kernels.device import run
 from workbench.kernels.publish import (
     publish,
     publish_grad,
@@ -12,11 +12,13 @@ from workbench.kernels.publish import (
 )
 from workbench.kernels.words import HEAD_WORDS, Code, Head
 
+pytestmark = pytest.mark.values
+
 E = 16
 
 
 def given(T, K, *, ids_dtype=torch.int64, scores_dtype=torch.float32, dtype=torch.bfloat16):
-    g = torch.Generator().manual_seed(T)
+    g = seeded(T)
     ids = torch.rand(T, E, generator=g).argsort(1)[:, :K].contiguous()
     return {"x_TD": normal(T, 33, dtype=dtype), "ids_TK": ids.to(ids_dtype),
             "scores_TK": normal(T, K, dtype=scores_dtype, seed=1)}  # fmt: skip
@@ -32,7 +34,7 @@ def published(inputs, how, code=0):
     if how == "twin":
         publish_torch(**inputs, **outs, num_experts=E)
     else:
-        run(publish(INTERPRETER, **inputs, **outs, num_experts=E))
+        run(publish(TARGET, **inputs, **outs, num_experts=E))
     return outs
 
 
@@ -91,7 +93,7 @@ def test_publish_grad(code):
     head = torch.zeros(HEAD_WORDS, dtype=torch.int64)
     head[Head.CODE] = code
     dy, outs = normal(97, 33, dtype=torch.bfloat16), torch.zeros(2, 97, 33, dtype=torch.bfloat16)
-    run(publish_grad(INTERPRETER, dy_TD=dy, dy_out_TD=outs[0], head=head))
+    run(publish_grad(TARGET, dy_TD=dy, dy_out_TD=outs[0], head=head))
     publish_grad_torch(dy_TD=dy, dy_out_TD=outs[1], head=head)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], dy) == (code == 0)

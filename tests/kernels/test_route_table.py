@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from group import Group, decided, normal
-from workbench.kernels.device import INTERPRETER, run
+from group import TARGET, Group, decided, normal, seeded
+from workbench.kernels.device import run
 from workbench.kernels.permute import (
     pack,
     pack_torch,
@@ -16,9 +16,11 @@ from workbench.kernels.permute import (
 )
 from workbench.kernels.route_table import route_table, route_table_torch
 
+pytestmark = pytest.mark.values
+
 
 def ids_of(P, T, K, E, kind):
-    g = torch.Generator().manual_seed(T)
+    g = seeded(T)
     ids = torch.rand(P * T, E, generator=g).argsort(1)[:, :K].to(torch.int32).view(P, T, K)
     if kind == "hot":
         ids[:] = torch.arange(E - K, E, dtype=torch.int32)
@@ -45,7 +47,7 @@ def test_route_table(P, T, K, E, kind, room):
                      "starts_e": torch.full((e + 1,), -1),
                      "counts_PE": torch.full((P, E), -1)}  # fmt: skip
             if how == "kernel":
-                run(route_table(INTERPRETER, ids=ids, rank=rank, **table))
+                run(route_table(TARGET, ids=ids, rank=rank, **table))
             else:
                 route_table_torch(ids=ids, rank=rank, **table)
             results.append(table)
@@ -69,7 +71,7 @@ def test_send_order(T, K, E, ok):
     ids = ids_of(1, T, K, E, "mixed")[0]
     orders = torch.full((2, T * K), -1)
     given = {"ids_TK": ids, "decision": decided(0, OK=ok), "num_experts": E}
-    run(send_order(INTERPRETER, order_N=orders[0], **given))
+    run(send_order(TARGET, order_N=orders[0], **given))
     send_order_torch(order_N=orders[1], **given)
     assert torch.equal(orders[0], orders[1])
     flat = ids.flatten().tolist()
@@ -79,11 +81,11 @@ def test_send_order(T, K, E, ok):
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 300])
 def test_receive_order(rows):
-    g = torch.Generator().manual_seed(rows)
+    g = seeded(rows)
     rank = torch.randint(0, 5, (310,), generator=g, dtype=torch.int32)
     positions = torch.full((2, 310), -1)
     given = {"rank_R": rank, "decision": decided(rows), "ranks": 5}
-    run(receive_order(INTERPRETER, position_R=positions[0], **given))
+    run(receive_order(TARGET, position_R=positions[0], **given))
     receive_order_torch(position_R=positions[1], **given)
     assert torch.equal(positions[0], positions[1])
     order = sorted(range(rows), key=lambda r: int(rank[r]))
@@ -96,14 +98,14 @@ def test_receive_order(rows):
                                           (1, torch.float32)])  # fmt: skip
 def test_pack_and_unpack(D, dtype, ok):
     N, K = 97, 3
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(D))
+    order = torch.randperm(N, generator=seeded(D))
     decision = decided(0, OK=ok)
     outs = torch.full((4, N, D), float("nan"), dtype=dtype)
     rows = normal(N, D, dtype=dtype)
-    run(pack(INTERPRETER, rows_ND=rows, order_N=order, divisor=K, decision=decision,
+    run(pack(TARGET, rows_ND=rows, order_N=order, divisor=K, decision=decision,
              send_ND=outs[0]))  # fmt: skip
     pack_torch(rows_ND=rows, order_N=order, divisor=K, decision=decision, send_ND=outs[1])
-    run(unpack(INTERPRETER, received_ND=rows, order_N=order, decision=decision, out_ND=outs[2]))
+    run(unpack(TARGET, received_ND=rows, order_N=order, decision=decision, out_ND=outs[2]))
     unpack_torch(received_ND=rows, order_N=order, decision=decision, out_ND=outs[3])
     if not ok:
         assert torch.isnan(outs).all()

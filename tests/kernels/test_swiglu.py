@@ -1,16 +1,18 @@
-"""SwiGLU and its backward: kernel in the interpreter, against the twin and float64."""
+"""SwiGLU and its backward: kernel, against the twin and float64."""
 
 import numpy as np
 import pytest
 import torch
-from group import LIMIT, ROWS, Group, close, decided, normal, routed
-from workbench.kernels.device import INTERPRETER, run
+from group import LIMIT, ROWS, TARGET, Group, close, decided, normal, routed
+from workbench.kernels.device import run
 from workbench.kernels.swiglu import (
     swiglu,
     swiglu_backward,
     swiglu_backward_torch,
     swiglu_torch,
 )
+
+pytestmark = pytest.mark.values
 
 TOTALS = {name: sum(rows) for name, rows in ROWS.items()} | {"seven": 7, "odd": 97}
 totals = pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
@@ -39,7 +41,7 @@ def test_forward(total, limit, dtype):
     acts = [torch.full((total + 5, F), float("nan"), dtype=dtype) for _ in range(2)]
     given = {"arena_B": h1.flatten().view(torch.uint8), "decision": decided(total),
              "limit": limit}  # fmt: skip
-    run(swiglu(INTERPRETER, act_RF=acts[0], **given))
+    run(swiglu(TARGET, act_RF=acts[0], **given))
     swiglu_torch(act_RF=acts[1], **given)
     close(acts[0][:total], exactly(h1, acts[0][:total], torch.ones(total), limit)[0], dtype)
     close(acts[0][:total], acts[1][:total], dtype)
@@ -78,7 +80,7 @@ def test_backward(total, limit, dtype, back):
                  "row_R": route["row_R"], "scores": scores, "g_RF": g, "dscores": dscores, **home,
                  "act_RF": act_RF, "limit": limit}  # fmt: skip
         if how == "kernel":
-            run(swiglu_backward(INTERPRETER, **given))
+            run(swiglu_backward(TARGET, **given))
         else:
             swiglu_backward_torch(**given)
         found = dscores.all_P[..., 0]
@@ -99,13 +101,13 @@ def test_backward(total, limit, dtype, back):
 
 def test_nothing_is_written_where_the_call_does_not_run():
     act = torch.full((5, 8), float("nan"))
-    run(swiglu(INTERPRETER, arena_B=torch.zeros(640, dtype=torch.uint8),
+    run(swiglu(TARGET, arena_B=torch.zeros(640, dtype=torch.uint8),
                decision=decided(5, OK=0), act_RF=act))  # fmt: skip
     assert torch.isnan(act).all()
 
 
 def test_nan_is_not_clamped_away():
     h1, act = torch.full((3, 16), float("nan")), torch.zeros(3, 8)
-    run(swiglu(INTERPRETER, arena_B=h1.flatten().view(torch.uint8), decision=decided(3),
+    run(swiglu(TARGET, arena_B=h1.flatten().view(torch.uint8), decision=decided(3),
                act_RF=act, limit=7.0))  # fmt: skip
     assert torch.isnan(act).all()

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from workbench.kernels.device import INTERPRETER, run
+from group import TARGET
+from workbench.kernels.device import run
 from workbench.kernels.tasks import (
     GATHER,
     PRODUCT,
@@ -13,6 +14,8 @@ from workbench.kernels.tasks import (
     task_table_torch,
 )
 from workbench.kernels.words import DECIDE_WORDS, Decide
+
+pytestmark = pytest.mark.values
 
 COUNTS = {"none": [0, 0, 0], "one row": [0, 1, 0], "mixed": [7, 0, 97, 1, 16], "hot": [0, 200]}
 
@@ -37,7 +40,7 @@ def test_kernel_equals_twin(counts, merged, parts):
     given = {"starts_e": starts(counts), "decision": deciding(sum(counts)), "when": Decide.OK,
              "rows": 256, "shape": shape}  # fmt: skip
     tasks, numbers, counters = task_table_torch(**given)
-    table = task_table(INTERPRETER, **given)
+    table = task_table(TARGET, **given)
     table.tasks.zero_()
     table.counters.fill_(-1)
     run([table.launch])
@@ -51,7 +54,7 @@ def test_no_tasks_where_the_call_does_not_run():
     for decision in (deciding(9, OK=0), deciding(9, RECOMPUTE=0)):
         given = {"starts_e": starts([9]), "decision": decision, "when": Decide.RECOMPUTE,
                  "rows": 9, "shape": shape}  # fmt: skip
-        table = task_table(INTERPRETER, **given)
+        table = task_table(TARGET, **given)
         run([table.launch])
         assert table.counts.tolist() == [0, 0] == task_table_torch(**given)[1].tolist()
 

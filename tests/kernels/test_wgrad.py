@@ -1,11 +1,13 @@
-"""Grouped weight gradients: kernel in the interpreter, against the twin and float64."""
+"""Grouped weight gradients: kernel, against the twin and float64."""
 
 import pytest
 import torch
-from group import ROWS, close, decided, expert_of, normal
-from workbench.kernels.device import INTERPRETER, run
+from group import ROWS, TARGET, close, decided, expert_of, normal
+from workbench.kernels.device import run
 from workbench.kernels.wgrad import w2_wgrad, w2_wgrad_torch, w13_wgrad, w13_wgrad_torch
 from workbench.kernels.words import Decide
+
+pytestmark = pytest.mark.values
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = {"tma": (80, 72, BF16, BF16), "pointers": (33, 19, BF16, BF16),
@@ -51,7 +53,7 @@ def test_wgrads(rows, D, F, dtype, out, accumulate):
         before = normal(*shape, dtype=out, seed=5) if accumulate else torch.full(
             shape, float("nan"), dtype=out)  # fmt: skip
         found, twins = before.clone(), before.clone()
-        run(kernel(INTERPRETER, **common, **given, **{name: found}))
+        run(kernel(TARGET, **common, **given, **{name: found}))
         if accumulate:
             exact = exact + before.double()
         close(found, exact, out)
@@ -64,12 +66,12 @@ def test_wgrads(rows, D, F, dtype, out, accumulate):
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_nan_where_the_call_does_not_run(accumulate):
     dw2 = torch.zeros(2, 40, 24)
-    run(w2_wgrad(INTERPRETER, dy_RD=normal(9, 40, dtype=FP32), act_RF=normal(9, 24, dtype=FP32),
+    run(w2_wgrad(TARGET, dy_RD=normal(9, 40, dtype=FP32), act_RF=normal(9, 24, dtype=FP32),
                  starts_e=torch.tensor([0, 4, 9]), decision=decided(9, OK=0), dw2_EDF=dw2,
                  accumulate=accumulate))  # fmt: skip
     assert torch.isnan(dw2).all()
     dw13 = torch.zeros(2, 48, 40)
-    run(w13_wgrad(INTERPRETER, arena_B=torch.zeros(99, dtype=torch.uint8),
+    run(w13_wgrad(TARGET, arena_B=torch.zeros(99, dtype=torch.uint8),
                   starts_e=torch.tensor([0, 4, 9]), decision=decided(9, OK=0), dw13_E2FD=dw13,
                   accumulate=accumulate))  # fmt: skip
     assert torch.isnan(dw13).all()
@@ -80,7 +82,7 @@ def test_infinite_rows_of_an_expert_stay_its_own():
     dy, act = normal(49, 16, dtype=dtype), normal(49, 16, dtype=dtype)
     dy[40:] = float("inf")
     dw2 = torch.empty(2, 16, 16, dtype=dtype)
-    run(w2_wgrad(INTERPRETER, dy_RD=dy, act_RF=act, starts_e=torch.tensor([0, *rows]).cumsum(0),
+    run(w2_wgrad(TARGET, dy_RD=dy, act_RF=act, starts_e=torch.tensor([0, *rows]).cumsum(0),
                  decision=decided(49, **{Decide.OK.name: 1}), dw2_EDF=dw2))  # fmt: skip
     assert torch.isfinite(dw2[0]).all()
     assert not torch.isfinite(dw2[1]).any()

@@ -36,6 +36,10 @@ class Workload:
             self.w2[experts], self.dy[tokens],
         )  # fmt: skip
 
+    def to(self, device: torch.device | str) -> "Workload":
+        tensors = (self.x, self.ids, self.scores, self.w13, self.w2, self.dy)
+        return Workload(self.config, *(tensor.to(device) for tensor in tensors))
+
     def leaves(self) -> list[torch.Tensor]:
         return [
             t.detach().clone().requires_grad_() for t in (self.x, self.scores, self.w13, self.w2)

@@ -12,16 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from layer_cases import NAMES, Workload, as_float64, random_config, run, workload
+from layer_cases import NAMES, as_float64, random_config, run, workload
 
 from workbench.moe.context import create_context
 from workbench.moe.group import NvlinkGroup, SharedGroup
 from workbench.moe.oracle import relative_error
-
-
-def on(work: Workload, device: torch.device) -> Workload:
-    tensors = (t.to(device) for t in (work.x, work.ids, work.scores, work.w13, work.w2, work.dy))
-    return Workload(work.config, *tensors)
 
 
 def main(kind: str, out: Path, seeds: list[int]) -> None:
@@ -34,7 +29,7 @@ def main(kind: str, out: Path, seeds: list[int]) -> None:
         config, empty = random_config(seed, group.size, "bfloat16" if seed % 2 else "float32")
         config = replace(config, T=min(config.T, 33), D=min(config.D, 64), F=min(config.F, 48))
         work = workload(config, seed, empty_rank=empty)
-        mine = on(work.of_rank(group.rank), group.device)
+        mine = work.of_rank(group.rank).to(group.device)
         with create_context(replace(config, executor="triton"), group) as context:
             parts = run(mine, context)
             rows = context.peaks()[group.rank]["rows"]
