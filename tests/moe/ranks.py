@@ -151,7 +151,8 @@ def mismatch(pipeline: str) -> Any:
     """Rank 0 goes forward while the others go backward; then ranks disagree about gradients."""
     group = SharedGroup(timeout_s=20)
     config = replace(SMALL, ep=group.size, pipeline=pipeline, layers=2, timeout_s=20)
-    work = workload(config, 0).of_rank(group.rank)
+    whole = workload(config, 0)
+    work = whole.of_rank(group.rank)
     found: dict[str, Any] = {}
     with create_context(config, group) as context:
         x, scores, w13, w2 = work.leaves()
@@ -165,6 +166,13 @@ def mismatch(pipeline: str) -> Any:
         except ValueError as error:
             found["calls"] = str(error)
         del y
+        try:
+            with torch.set_grad_enabled(group.rank > 0):
+                routed_experts(x, work.ids, scores, w13, w2, context)
+            found["gradients"] = "nothing"
+        except ValueError as error:
+            found["gradients"] = str(error)
+        found["after"] = largest_error(whole, run(work, context), group.rank)
     return found
 
 

@@ -1,10 +1,13 @@
 """MoELayer: router and shared expert beside the routed experts."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as functional
 
 from workbench.moe.config import MoEConfig
+from workbench.moe.failures import MoEInputError
 from workbench.moe.layer import MoELayer, VirtualGroup, create_context
 
 CONFIG = MoEConfig(T=21, D=32, F=16, E=8, K=3, ep=2, dtype="float32", scratch_factor=2)
@@ -96,3 +99,26 @@ def test_training_lowers_a_loss():
             optimiser.step()
             losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("shape", [(42, 31), (41, 32), (2, 21, 16), (0, 32)])
+def test_tokens_of_another_shape_are_refused_by_the_group(shape):
+    """Not by the router on one rank, which would leave the others waiting."""
+    with create_context(CONFIG, VirtualGroup(2)) as context, torch.no_grad():
+        layer = MoELayer(context)
+        rows = torch.Size(shape).numel() // shape[-1]
+        with pytest.raises(MoEInputError) as caught:
+            layer(torch.zeros(shape))
+        assert str(caught.value) == f"rank 0: x_TD shape=[{rows}, {shape[-1]}] must be [42, 32]"
+        assert torch.isfinite(layer(torch.randn(42, 32))).all()
+
+
+def test_a_deep_copy_has_its_own_parameters_and_the_same_context():
+    x = torch.randn(42, 32, generator=torch.Generator().manual_seed(2))
+    with create_context(CONFIG, VirtualGroup(2)) as context, torch.no_grad():
+        layer = MoELayer(context, seed=4)
+        twin = copy.deepcopy(layer)
+        assert twin.context is context
+        assert torch.equal(twin(x), layer(x))
+        twin.w2_EDF.zero_()
+        assert not torch.equal(twin(x), layer(x))

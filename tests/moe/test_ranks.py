@@ -140,6 +140,11 @@ def test_ranks_in_different_calls(sound, pipeline):
     for rank in (rank[f"mismatch {pipeline}"] for rank in sound):
         assert rank["calls"].startswith("rank 1: is in another call than rank 0")
         assert "backward against forward" in rank["calls"]
+        assert rank["gradients"] == (
+            "rank 1: is in another call than rank 0 (another forward, or gradients are on for some"
+            " ranks only); ranks must make the same calls in the same order"
+        )
+        assert rank["after"] < LIMIT["bfloat16"]
 
 
 @pytest.mark.parametrize("where", ["publish", "w2_dgrad", "w2_combine"])

@@ -57,6 +57,10 @@ class Context:
         self._calls = 0
         self._validated: set[int] = set()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: a copied layer meets the same peers in the same memory."""
+        return self
+
     def __enter__(self) -> Self:
         return self
 

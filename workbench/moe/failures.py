@@ -39,9 +39,12 @@ def failure(decision: Sequence[int], text: str, config: MoEConfig) -> Exception:
         return MoEInputError(f"{where}topk_scores_TK of token {a}, k={b} must be finite")
     if code == Code.MISMATCH:
         kinds = ("forward", "backward")
+        how = f"{kinds[a]} against {kinds[b]}"
+        if a == b:
+            how = f"another {kinds[a]}, or gradients are on for some ranks only"
         return MoEInputError(
-            f"{where}is in another call than rank 0 ({kinds[a]} against {kinds[b]}); ranks must"
-            " make the same calls in the same order"
+            f"{where}is in another call than rank 0 ({how}); ranks must make the same calls in the"
+            " same order"
         )
     fits = a / (config.T * config.K)
     return CapacityError(

@@ -46,7 +46,8 @@ class MoELayer(nn.Module):
     their gradients over ranks as for any data-parallel weight); w13 and w2 are the rank's own
     experts, or all of them in the process of a virtual group. Layers of one context share its
     slot. Ids and scores can be given instead of routing. Collective like `routed_experts`, and
-    raises what it raises. Parameters are drawn from `seed` and do not depend on ep.
+    raises what it raises. Parameters are drawn from `seed` and do not depend on ep. A deep copy has
+    parameters of its own and the same context.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class MoELayer(nn.Module):
         if (topk_ids_TK is None) != (topk_scores_TK is None):
             raise InputError("topk_ids_TK and topk_scores_TK must be given together")
         if topk_ids_TK is None or topk_scores_TK is None:
-            topk_ids_TK, topk_scores_TK = self.route(x_TD)
+            # Tokens that cannot be routed go on as they are, to be refused on every rank.
+            fits = x_TD.shape[1] == self.context.config.D
+            topk_ids_TK, topk_scores_TK = self.route(x_TD) if fits else (x_TD, x_TD)
         y_TD = routed_experts(
             x_TD, topk_ids_TK, topk_scores_TK, self.w13_E2FD, self.w2_EDF, self.context
         )
