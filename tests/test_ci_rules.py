@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 RUNS = "def test_runs():\n    assert True\n"
@@ -56,5 +57,6 @@ def test_gpu_tests_are_deselected_by_default_and_run_on_demand(tmp_path: Path) -
     assert "1 passed, 1 deselected" in output
     shutil.rmtree(tmp_path / "tests")
     code, output = _pytest(tmp_path, RUNS, GPU, ci="true", args=("-m", "gpu"))
-    assert code == 1, output
-    assert "RuntimeError: ran" in output
+    wanted = (1, "RuntimeError: ran") if torch.cuda.is_available() else (4, "needs a CUDA device")
+    assert code == wanted[0], output
+    assert wanted[1] in output

