@@ -237,7 +237,7 @@ def decide_kernel(
         x_from = held + x_scratch
         h1_from = held + h1_scratch
         if SAVES:
-            fits = end <= slot_from + slot_bytes
+            fits = end - slot_from <= slot_bytes  # their sum may not fit 32 bits
             x_from = tl.where(fits, top, x_from)
             h1_from = tl.where(fits, top + x_bytes, h1_from)
             held = tl.where(fits, end, held)

@@ -106,6 +106,8 @@ def _descriptors(size: int, alignment: int, stream: int | None) -> Tensor:
 
 def address(tensor: Tensor | None) -> int:
     """Address of the first element in bytes; 0 for none and for a meta tensor."""
+    # Kernels are given no strides.
+    assert tensor is None or tensor.is_contiguous(), tensor.stride()
     return 0 if tensor is None or tensor.is_meta else tensor.data_ptr()
 
 

@@ -85,6 +85,18 @@ def test_saved_or_recomputed(P, E, saves, slot_bytes):
             assert decision[Decide.X_AT] == 1 << 33
 
 
+@pytest.mark.parametrize("slot_at", [1_572_864_000, (1 << 31) - 128, 1 << 33])
+@pytest.mark.parametrize("slot_bytes", [1 << 20, 1_572_864_000])
+def test_slots_that_end_beyond_32_bits(slot_at, slot_bytes):
+    heads, texts, counts, state = scene(2, 8, seed=4)
+    state["decisions_L"].zero_()
+    left = both(heads, texts, counts, state, rank=0, rows_available=10**6, saves=True,
+                slot_at=slot_at, slot_bytes=slot_bytes)  # fmt: skip
+    words = left["decisions_L"][2].tolist()
+    assert words[Decide.X_AT] == slot_at
+    assert words[Decide.RECOMPUTE] == 0
+
+
 def test_overflow_names_the_first_busiest_rank():
     heads, texts, counts, state = scene(4, 12, seed=1)
     counts[:] = 1

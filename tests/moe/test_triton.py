@@ -72,6 +72,18 @@ def test_same_bits_saved_and_recomputed_and_run_after_run():
 
 
 @values
+@pytest.mark.parametrize("pipeline", ["standard", "alltoall"])
+@pytest.mark.parametrize("dy", ["transposed", "of a sum"])
+def test_output_gradients_of_any_strides(dy, pipeline):
+    config = replace(SMALL, dtype="float32", pipeline=pipeline)
+    work = workload(config, 6)
+    work.dy = work.dy.t().contiguous().t() if dy == "transposed" else torch.ones(1).expand(46, 40)
+    for found in both(config, work):
+        for name, error in errors(found, work.exact()).items():
+            assert error < LIMIT["float32"], name
+
+
+@values
 @pytest.mark.parametrize("fault", ["id", "score", "rows", "shape"])
 def test_errors_are_those_of_executor_torch(fault):
     config = replace(SMALL, scratch_factor=1.2 if fault == "rows" else 2.0)

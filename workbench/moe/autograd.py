@@ -122,9 +122,10 @@ class _RoutedExperts(torch.autograd.Function):
             )
         w13_E2FD, w2_EDF = ctx.saved_tensors
         held.spent = True
+        dy_TD = dy_TD.contiguous()  # autograd gives any strides: a sum's gradient has none
         steps = _steps(context, held.entry, True, True, w13_E2FD, w2_EDF)
         T, E = config.T, config.local_experts
-        dx_TD = torch.empty_like(dy_TD, memory_format=torch.contiguous_format)
+        dx_TD = torch.empty_like(dy_TD)
         dscores_TK = torch.empty(
             dy_TD.shape[0], config.K, dtype=torch.float32, device=context.device
         )

@@ -27,6 +27,7 @@ class TritonExecutor:
 
     def __init__(self, device: torch.device, log: list[Launch] | None = None) -> None:
         self.log = log
+        self.on = device if device.type == "cuda" else -1  # torch's number for no GPU
         try:
             self.target = target_of(device)
         except ValueError as error:
@@ -37,4 +38,6 @@ class TritonExecutor:
             self.log.append(describe(op, rank, arguments))
         # Where the host refused the input there is none, and every op would be a no-op.
         if all(arguments.get(name, arguments) is not None for name in _INPUTS):
-            run(ENTRIES[op](self.target, **arguments))
+            # Triton launches on the current device, wherever the addresses it is given point.
+            with torch.cuda.device(self.on):
+                run(ENTRIES[op](self.target, **arguments))
