@@ -127,12 +127,15 @@ class RowsChoice:
     programs: int
 
 
-def choose_swiglu(target: Target, *, F: int) -> RowsChoice:
-    """Pure. Nothing but loads and stores: 4 programs per SM, each with 12 KiB under way."""
+def choose_swiglu(target: Target, *, F: int, clamped: bool) -> RowsChoice:
+    """Pure. Nothing but loads and stores: as many programs per SM as its registers hold (one less
+    where values are clamped), each with 12 KiB under way."""
     if target.interprets:
         return RowsChoice(BR=16, BF=64, warps=4, programs=2)
     BF = min(1024, triton.next_power_of_2(F))
-    return RowsChoice(BR=max(1, 2048 // BF), BF=BF, warps=8, programs=4 * target.sms)
+    return RowsChoice(
+        BR=max(1, 2048 // BF), BF=BF, warps=8, programs=(3 if clamped else 4) * target.sms
+    )
 
 
 @triton.jit
@@ -271,7 +274,7 @@ def _rows(
     target: Target, arena_B: Tensor, act_RF: Tensor, limit: float | None, *others: Tensor
 ) -> tuple[RowsChoice, dict[str, Any]]:
     F = act_RF.shape[1]
-    choice = choose_swiglu(target, F=F)
+    choice = choose_swiglu(target, F=F, clamped=limit is not None)
     vector = in_16_bytes(F * act_RF.element_size(), *map(address, (arena_B, act_RF, *others)))
     return choice, {
         "OK": int(Decide.OK), "ROWS_WORD": int(Decide.ROWS), "H1_WORD": int(Decide.H1_AT),

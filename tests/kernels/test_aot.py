@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 from workbench.kernels.aot import SHARED_PER_SM, TARGETS, resident
-from workbench.kernels.catalogue import Sizes
+from workbench.kernels.catalogue import Sizes, launches
 
 from workbench.bench.kernel_table import kernel_rows
 
@@ -18,6 +18,7 @@ GEMMS = {
     "w2_wgrad, FP32, accumulating",
 }  # fmt: skip
 WAITING = {"dispatch_w13", "w2_dgrad"}
+PERSISTENT = {"grouped_gemm_kernel", "wgrad_kernel", "swiglu_kernel", "swiglu_backward_kernel"}
 MATRIX = {"sm_90a": r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k16\.f32\.bf16\.bf16",
           "sm_100a": r"tcgen05\.mma\.cta_group::1\.kind::f16",
           "sm_103a": r"tcgen05\.mma\.cta_group::1\.kind::f16"}  # fmt: skip
@@ -80,11 +81,25 @@ def test_no_kernel_spills_and_all_fit_an_sm(rows, target):
 
 
 @targets
-def test_grids_of_kernels_that_wait_run_at_the_same_time(rows, target):
-    waiting = [row for row in rows[target] if row["waits"]]
-    assert {row["op"] for row in waiting} == WAITING
-    for row in waiting:
-        assert row["programs"] <= row["resident"] * TARGETS[target].sms
+def test_persistent_grids_run_at_the_same_time(rows, target):
+    """For kernels that wait it is needed; for the others a second wave would be half empty."""
+    assert {row["op"] for row in rows[target] if row["waits"]} == WAITING
+    persistent = [row for row in rows[target] if row["kernel"] in PERSISTENT]
+    assert {row["op"] for row in persistent} > GEMMS
+    for row in persistent:
+        assert row["programs"] <= row["resident"] * TARGETS[target].sms, row["op"]
+
+
+@targets
+def test_both_operands_come_by_descriptors_with_all_stages_in_flight(rows, target):
+    table = launches(Sizes(), TARGETS[target])
+    for op in GEMMS:
+        row, chosen = of(rows, target, op), table[op][-1].constants
+        tiles = (chosen["BM"] + chosen["BN"]) * chosen["BK"] * 2
+        assert row["shared_bytes"] >= chosen["STAGES"] * tiles, op
+        (ptx,) = row["ptx"]
+        # What a pipelined loop reads through pointers, it copies element by element.
+        assert not re.search(r"cp\.async\.c[ag]\b", ptx), op
 
 
 @targets
