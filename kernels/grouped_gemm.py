@@ -69,7 +69,9 @@ def choose_grouped_gemm(
     """Pure. 128 x 256 x 64 tiles of BF16 in 4 stages fill an SM's shared memory, so one program
     runs on it; its FP32 accumulator is 128 registers of each of 256 threads on Hopper, and half
     of the tensor memory on Blackwell. Without `tma` for both operands, every element has an address
-    in registers: small tiles, and loads that the compiler cannot put on warps of their own."""
+    in registers: small tiles, and loads that the compiler cannot put on warps of their own. With
+    `gather` loads stay on the warps that wait: Hopper's compiler refuses to part them, and on
+    Blackwell the fence behind the wait would be run by other warps than those that load."""
     if target.interprets:
         # Small, so that small tests have several tiles, tails and groups.
         return GemmChoice(BM=64, BN=64, BK=64, stages=1, warps=4, programs=1, group=2,

@@ -51,20 +51,37 @@ def test_same_bits_in_20_runs_at_sizes_that_fill_tiles():
         assert error < LIMIT["bfloat16"], name
 
 
-def test_a_forward_is_captured_in_a_graph():
-    config = replace(LARGE, ep=1, mode="inference", validate="never", scratch_factor=1)
-    there = workload(config, 4).to("cuda:0")
-    given = (there.x, there.ids, there.scores, there.w13, there.w2)
-    with torch.no_grad(), create_context(config, VirtualGroup(1, "cuda:0")) as context:
-        right = routed_experts(*given, context).clone()
+def test_a_training_step_is_captured_in_a_graph():
+    """Each replay has other inputs and a poisoned arena: nothing of the one before can help."""
+    config = replace(LARGE, validate="never")
+    works = [workload(config, seed) for seed in (4, 5, 6)]
+    static = works[0].to("cuda:0")
+    with create_context(config, VirtualGroup(2, "cuda:0")) as context:
+        leaves = static.leaves()
+
+        def step():
+            y = routed_experts(leaves[0], static.ids, *leaves[1:], context)
+            return (y.detach(), *torch.autograd.grad(y, leaves, static.dy))
+
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()  # compiles
+        torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = routed_experts(*given, context)
-        y.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(y, right)
-        context.check()
+            found = step()
+        for work in works:
+            given = work.to("cuda:0")
+            with torch.no_grad():
+                for mine, new in zip((*leaves, static.ids, static.dy), (*given.leaves(), given.ids,
+                                     given.dy), strict=True):  # fmt: skip
+                    mine.copy_(new)
+            context.poison()
+            graph.replay()
+            for name, error in errors(on_host(found), work.exact()).items():
+                assert error < LIMIT["bfloat16"], name
+            context.check()
 
 
 def test_goals_of_the_kernels():

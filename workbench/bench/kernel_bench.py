@@ -6,6 +6,7 @@ Written without a GPU at hand: nothing here has run on one yet.
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from workbench.kernels.memory import Peers, rows_at
 from workbench.kernels.words import DECIDE_WORDS, Decide
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
-from workbench.moe.context import create_context
+from workbench.moe.context import Context, create_context
 from workbench.moe.group import VirtualGroup
 
 FIGURES = (
@@ -55,7 +56,7 @@ def bench_kernels(sizes: Sizes | None = None) -> dict[str, float | str]:
     )
     cublas = _time_us(lambda: scene.x_RD @ dense)
     dispatch = _time_us(lambda: run(fused))
-    standard, alltoall = (_layer_us(s, pipeline) for pipeline in ("standard", "alltoall"))
+    standard, alltoall = _layers_us(s)
     values = (gemm, torch_us, cublas, torch_us / gemm, cublas / gemm, dispatch, gemm / dispatch,
               standard, alltoall, alltoall / standard)  # fmt: skip
     return dict(zip(FIGURES, values, strict=True))
@@ -109,23 +110,37 @@ def _scene(s: Sizes) -> _Scene:
                       arena_B=arena_B, h1_at=bytes_x)  # fmt: skip
 
 
-def _layer_us(s: Sizes, pipeline: str) -> float:
-    """Forward and backward of one layer of one rank that holds the local experts alone."""
-    config = MoEConfig(T=s.T, D=s.D, F=s.F, E=s.e, K=min(s.K, s.e), scratch_factor=1.0,
-                       pipeline=pipeline, executor="triton", validate="first")  # fmt: skip
-    dtype = torch.bfloat16
-    with torch.device("cuda"), create_context(config, VirtualGroup(1, "cuda:0")) as context:
-        x = torch.randn(s.T, s.D).to(dtype).requires_grad_()
-        ids = torch.rand(s.T, s.e).argsort(1)[:, : config.K].contiguous()
-        scores = torch.rand(s.T, config.K).requires_grad_()
-        w13 = (torch.randn(s.e, 2 * s.F, s.D) / s.D**0.5).to(dtype).requires_grad_()
-        w2 = (torch.randn(s.e, s.D, s.F) / s.F**0.5).to(dtype).requires_grad_()
+def _layers_us(s: Sizes) -> list[float]:
+    """Forward and backward of one layer of one rank that holds the local experts alone, with
+    `standard` and with `alltoall`, which are compared with each other before either is timed."""
+    dtype, K = torch.bfloat16, min(s.K, s.e)
+    with torch.device("cuda"):
+        ids = torch.rand(s.T, s.e).argsort(1)[:, :K].contiguous()
+        leaves = [
+            torch.randn(s.T, s.D).to(dtype),
+            torch.rand(s.T, K),
+            (torch.randn(s.e, 2 * s.F, s.D) / s.D**0.5).to(dtype),
+            (torch.randn(s.e, s.D, s.F) / s.F**0.5).to(dtype),
+        ]
         dy = torch.randn(s.T, s.D).to(dtype)
+    x, scores, w13, w2 = (leaf.requires_grad_() for leaf in leaves)
 
-        def step() -> None:
-            routed_experts(x, ids, scores, w13, w2, context).backward(dy)
+    def step(context: Context) -> tuple[Tensor, ...]:
+        y = routed_experts(x, ids, scores, w13, w2, context)
+        # Not `backward`, which would add every gradient to the one before.
+        return (y.detach(), *torch.autograd.grad(y, leaves, dy))
 
-        return _time_us(step)
+    times, values = [], []
+    for pipeline in ("standard", "alltoall"):
+        config = MoEConfig(T=s.T, D=s.D, F=s.F, E=s.e, K=K, scratch_factor=1.0, slot_factor=1.1,
+                           pipeline=pipeline, executor="triton", validate="first")  # fmt: skip
+        with create_context(config, VirtualGroup(1, "cuda")) as context:
+            values.append(step(context))
+            if pipeline == "alltoall":
+                for name, *pair in zip(("y", "dx", "dscores", "dw13", "dw2"), *values, strict=True):
+                    _check(name, *pair)
+            times.append(_time_us(partial(step, context)))
+    return times
 
 
 def _check(name: str, found: Tensor, right: Tensor) -> None:

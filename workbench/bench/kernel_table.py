@@ -27,8 +27,8 @@ NOT_RUN = "not run on a GPU"
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
-    """One launch on one target. `main`: it does the op's work, whose FLOP, bytes and floor stand
-    here; else these are 0. Bytes are of HBM; per tile, of the operands that a tile is made from.
+    """One launch on one target. `main`: it does the op's work, whose FLOP and bytes stand here;
+    else these are 0. Bytes are of HBM; per tile, of the operands that a tile is made from.
     """
 
     op: str
@@ -131,14 +131,16 @@ def _elsewhere(
 
 
 def _floor(does: Work, hardware: Hardware) -> tuple[str, float]:
-    """What bounds the work at the device's peaks, and the seconds that takes."""
+    """What bounds the work at the device's peaks, and the seconds that takes, a launch at least."""
     times = {
         "matrix units": does.flop / (hardware.peak_tflops("bf16") * 1e12),
         "HBM": does.hbm_bytes / (hardware.hbm_tb_s * 1e12),
         "link": does.link_bytes / (hardware.scale_up_gb_s * 1e9),
     }
     bound = max(times, key=lambda name: times[name])
-    return (bound if times[bound] * 1e6 >= LAUNCH_US else "launch"), times[bound]
+    if times[bound] * 1e6 < LAUNCH_US:
+        return "launch", LAUNCH_US / 1e6
+    return bound, times[bound]
 
 
 def _tile(sizes: Sizes, does: Work, launch: Launch) -> tuple[int, int]:
