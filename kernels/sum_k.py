@@ -41,7 +41,9 @@ def sum_k_torch(
     T, K, D = rows_TKD.shape
 
     def block(_: int, start: int, end: int) -> None:
-        row_tD, total_tD = torch.empty(2, end - start, D, device=out_TD.device).unbind()
+        row_tD, total_tD = torch.empty(
+            2, end - start, D, dtype=torch.float32, device=out_TD.device
+        ).unbind()
         total_tD.copy_(rows_TKD[start:end, 0])
         if scores_TK is not None:
             total_tD.mul_(scores_TK[start:end, 0, None])

@@ -79,7 +79,7 @@ class Peak(IntEnum):
     ROWS = 0
     """Most rows received in a call."""
     SLOT_BYTES = 1
-    """Most slot bytes held at a time."""
+    """Most slot bytes held at a time; with `alltoall`, whose layers have a part each, by one."""
     SAVED = 2
     """Layers whose rows were kept in the slot."""
     RECOMPUTED = 3

@@ -4,6 +4,7 @@ Each job writes what it found to OUT/<rank>.json; the test reads and judges it.
 """
 
 import json
+import mmap
 import os
 import sys
 import time
@@ -23,7 +24,7 @@ from workbench.moe.context import create_context
 from workbench.moe.group import CollectiveGroup, SharedGroup
 from workbench.routing import route
 
-SMALL = MoEConfig(T=16, D=32, F=16, E=8, K=2, ep=1, scratch_factor=8, timeout_s=4)
+SMALL = MoEConfig(T=16, D=32, F=16, E=8, K=2, ep=1, scratch_factor=8)
 
 
 def values(first: int, last: int) -> Any:
@@ -67,7 +68,7 @@ def bad_inputs() -> Any:
     """Each bad input on the last rank alone: what every rank raises, and that it works after."""
     group = SharedGroup(timeout_s=20)
     last = group.rank == group.size - 1
-    config = replace(SMALL, ep=group.size, timeout_s=20)
+    config = replace(SMALL, ep=group.size)
     whole = workload(config, 0)
     work = whole.of_rank(group.rank)
     found: dict[str, Any] = {}
@@ -121,7 +122,7 @@ def largest_error(whole: Workload, found: tuple[torch.Tensor, ...], rank: int) -
 def overflow() -> Any:
     """All rows on rank 0 with room for half of them, with each `validate`; then usable again."""
     group = SharedGroup(timeout_s=20)
-    config = replace(SMALL, ep=group.size, scratch_factor=group.size / 2, timeout_s=20)
+    config = replace(SMALL, ep=group.size, scratch_factor=group.size / 2)
     ids = np.tile([0, 1], (group.size * 16, 1))
     hot = workload(config, 0, ids=ids).of_rank(group.rank)
     balanced = route(T=16, K=2, E=8, ep=group.size, factor=1.0).ids
@@ -150,7 +151,7 @@ def overflow() -> Any:
 def mismatch(pipeline: str) -> Any:
     """Rank 0 goes forward while the others go backward; then ranks disagree about gradients."""
     group = SharedGroup(timeout_s=20)
-    config = replace(SMALL, ep=group.size, pipeline=pipeline, layers=2, timeout_s=20)
+    config = replace(SMALL, ep=group.size, pipeline=pipeline, layers=2)
     whole = workload(config, 0)
     work = whole.of_rank(group.rank)
     found: dict[str, Any] = {}
@@ -178,7 +179,7 @@ def mismatch(pipeline: str) -> Any:
 
 def dies(how: str, where: str) -> Any:
     """The last rank ends, raises or is late at a phase of the backward; what the others see."""
-    group = SharedGroup(timeout_s=SMALL.timeout_s)
+    group = SharedGroup(timeout_s=4)
     config = replace(SMALL, ep=group.size, E=12)
     work = workload(config, 0).of_rank(group.rank)
     context = create_context(config, group)
@@ -234,8 +235,46 @@ def closes() -> Any:
         measured = context.measured_bytes()
         planned = context.plan.arena_bytes
     left = len(segments())
+    context = create_context(config, group)
     group.close()
-    return {"inside": inside, "left": left, "closed": segments(), "bytes": [measured, planned]}
+    try:
+        run(workload(config, 0).of_rank(group.rank), context, poison=False)
+        after = "nothing"
+    except RuntimeError as error:
+        after = f"{type(error).__name__}: {error}"
+    return {"inside": inside, "left": left, "closed": segments(), "bytes": [measured, planned],
+            "after": after}  # fmt: skip
+
+
+def no_memory() -> Any:
+    """The last rank cannot map its arena; then it can."""
+    found: dict[str, Any] = {}
+    for kind, group in {
+        "shared": SharedGroup(timeout_s=20),
+        "collective": CollectiveGroup(timeout_s=20),
+    }.items():
+        config = replace(SMALL, ep=group.size, pipeline="alltoall")
+        real, began = mmap.mmap, time.monotonic()
+        if group.rank == group.size - 1:
+            mmap.mmap = _refuse  # type: ignore[misc, assignment]
+        try:
+            create_context(config, group)
+            found[kind] = "nothing"
+        except MemoryError as error:
+            found[kind] = str(error)
+        finally:
+            mmap.mmap = real  # type: ignore[misc]
+        found[f"{kind} seconds"] = time.monotonic() - began
+        whole = workload(config, 0)
+        with create_context(config, group) as context:
+            mine = run(whole.of_rank(group.rank), context)
+        found[f"{kind} after"] = largest_error(whole, mine, group.rank)
+        group.close()
+    return found
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise OSError(12, "Cannot allocate memory")
 
 
 def disagrees() -> Any:
@@ -254,6 +293,7 @@ def sound() -> Any:
     return {
         "bad": bad_inputs(), "overflow": overflow(), "mismatch standard": mismatch("standard"),
         "mismatch alltoall": mismatch("alltoall"), "closes": closes(), "disagrees": disagrees(),
+        "no memory": no_memory(),
     }  # fmt: skip
 
 

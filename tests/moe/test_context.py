@@ -32,9 +32,8 @@ GOOD = {"T": 8, "D": 16, "F": 8, "E": 8, "K": 2, "ep": 2}
         ({"dtype": "float16"}, "dtype='float16' must be one of bfloat16, float32"),
         ({"validate": "no"}, "validate='no' must be one of always, first, never"),
         ({"executor": "cuda"}, "executor='cuda' must be one of torch"),
-        ({"slot_factor": -1.0}, "slot_factor=-1.0 must be finite and not negative"),
-        ({"scratch_factor": 0.0}, "scratch_factor=0.0 must be finite and positive"),
-        ({"timeout_s": float("nan")}, "timeout_s=nan must be finite and positive"),
+        ({"slot_factor": -1.0}, "slot_factor=-1.0 must not be negative, and below 1e6"),
+        ({"scratch_factor": 0.0}, "scratch_factor=0.0 must be positive and below 1e6"),
         ({"T": 2**30}, r"ep\*T\*K=4294967296 must fit 31 bits"),
     ],
 )
@@ -46,8 +45,8 @@ def test_bad_configs(change, message):
 def test_config_of_a_case():
     case = Case(backend="baseline", mode="training", ep=2, precision="bf16", pipeline="alltoall",
                 T=8, D=16, F=8, E=8, K=2, slotFactor=2.5)  # fmt: skip
-    found = MoEConfig.from_case(case, timeout_s=3.0)
-    assert found == MoEConfig(**GOOD, pipeline="alltoall", slot_factor=2.5, timeout_s=3.0)
+    found = MoEConfig.from_case(case, validate="never")
+    assert found == MoEConfig(**GOOD, pipeline="alltoall", slot_factor=2.5, validate="never")
     quantised = Case(backend="dist_moe", mode="training", ep=8, precision="mxfp8", pipeline="mega")
     with pytest.raises(InputError, match="precision=mxfp8 must be bf16"):
         MoEConfig.from_case(quantised)

@@ -141,8 +141,9 @@ def test_ranks_in_different_calls(sound, pipeline):
         assert rank["calls"].startswith("rank 1: is in another call than rank 0")
         assert "backward against forward" in rank["calls"]
         assert rank["gradients"] == (
-            "rank 1: is in another call than rank 0 (another forward, or gradients are on for some"
-            " ranks only); ranks must make the same calls in the same order"
+            "rank 1: is in another call than rank 0 (another forward: gradients are on, or an"
+            " earlier graph is kept, on some only); ranks must make the same calls in the same"
+            " order"
         )
         assert rank["after"] < LIMIT["bfloat16"]
 
@@ -186,6 +187,16 @@ def test_memory_is_the_plan_s_and_goes_with_the_context(sound):
         assert rank["inside"] > rank["left"]
         assert rank["closed"] == []
         assert rank["bytes"][0] == rank["bytes"][1]
+        assert rank["after"] == "ClosedError: group is closed: it was closed"
+
+
+@pytest.mark.parametrize("kind", ["shared", "collective"])
+def test_an_arena_that_one_rank_cannot_have_is_refused_on_all(sound, kind):
+    for rank in (rank["no memory"] for rank in sound):
+        assert rank[kind].startswith("rank 1: arena of ")
+        assert rank[kind].endswith("cannot be had: OSError: [Errno 12] Cannot allocate memory")
+        assert rank[f"{kind} seconds"] < 10
+        assert rank[f"{kind} after"] < LIMIT["bfloat16"]
 
 
 def test_ranks_that_ask_for_different_contexts(sound):

@@ -63,9 +63,7 @@ def measure_case(case: Case, group: PeerGroup, settings: Settings) -> OwnRecord:
 
 
 def _measured(case: Case, group: PeerGroup, settings: Settings) -> dict[str, Any]:
-    config = MoEConfig.from_case(
-        case, dtype=settings.dtype, validate="first", timeout_s=settings.timeout_s
-    )
+    config = MoEConfig.from_case(case, dtype=settings.dtype, validate="first")
     memory = machine.PeakMemory(settings.device)
     memory.reset()
     draws = Draws(case, settings.seed, settings.device)

@@ -63,7 +63,10 @@ class _Held:
 
 
 class _RoutedExperts(torch.autograd.Function):
+    # A context's memory is written by calls in inference mode and out of it, on any thread.
     @staticmethod
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def forward(
         ctx: Any,
         x_TD: Tensor,
@@ -80,17 +83,19 @@ class _RoutedExperts(torch.autograd.Function):
         if entry is None:
             problem = (
                 f"layers={config.layers} must be at least the forwards that await a backward,"
-                f" {config.layers + 1}; drop their graphs, run backward, or use no_grad"
+                f" {config.layers + 1} (one more with checkpoint's use_reentrant=False); drop their"
+                " graphs, run backward, or use no_grad"
             )
             entry, saves = context.plan.entries - 1, False
         held = _Held(context, entry) if saves else None
         steps = _steps(context, entry, saves, problem is None, w13_E2FD, w2_EDF)
-        y_TD = torch.empty(
-            len(steps) * config.T,
-            config.D,
-            dtype=getattr(torch, config.dtype),
-            device=context.device,
-        )
+        with context.expected():
+            y_TD = torch.empty(
+                len(steps) * config.T,
+                config.D,
+                dtype=getattr(torch, config.dtype),
+                device=context.device,
+            )
         for v, step in enumerate(steps):
             step.y_TD = _part(y_TD, v, config.T)
             if problem is None:
@@ -105,32 +110,36 @@ class _RoutedExperts(torch.autograd.Function):
                 held.spent = True
                 context.free_entry(entry)
             raise
+        ctx.context, ctx.held, ctx.scores_dtype = context, held, scores_TK.dtype
         if held is not None:
             ctx.save_for_backward(w13_E2FD, w2_EDF)
-            ctx.context, ctx.held, ctx.scores_dtype = context, held, scores_TK.dtype
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         context: Context = ctx.context
-        held: _Held = ctx.held
+        held: _Held | None = ctx.held
         config = context.config
+        if held is None:
+            raise RuntimeError(f"mode={config.mode!r} must be 'training' for a backward")
         if held.spent:
             raise RuntimeError(
                 "backward of routed_experts ran before: its rows are gone; call it once"
             )
         w13_E2FD, w2_EDF = ctx.saved_tensors
         held.spent = True
-        dy_TD = dy_TD.contiguous()  # autograd gives any strides: a sum's gradient has none
         steps = _steps(context, held.entry, True, True, w13_E2FD, w2_EDF)
         T, E = config.T, config.local_experts
-        dx_TD = torch.empty_like(dy_TD)
-        dscores_TK = torch.empty(
-            dy_TD.shape[0], config.K, dtype=torch.float32, device=context.device
-        )
-        dw13_E2FD = context.lender.empty_like(w13_E2FD) if ctx.needs_input_grad[2] else None
-        dw2_EDF = context.lender.empty_like(w2_EDF) if ctx.needs_input_grad[3] else None
+        with context.expected():
+            dy_TD = dy_TD.contiguous()  # autograd gives any strides: a sum's gradient has none
+            dx_TD = torch.empty_like(dy_TD)
+            dscores_TK = torch.empty(
+                dy_TD.shape[0], config.K, dtype=torch.float32, device=context.device
+            )
+            lend = context.lender.empty_like
+            dw13_E2FD = lend(w13_E2FD) if ctx.needs_input_grad[2] else None
+            dw2_EDF = lend(w2_EDF) if ctx.needs_input_grad[3] else None
         for v, step in enumerate(steps):
             step.dy_TD, step.dx_TD = _part(dy_TD, v, T), _part(dx_TD, v, T)
             step.dscores_TK = _part(dscores_TK, v, T)

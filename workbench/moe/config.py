@@ -24,7 +24,6 @@ class MoEConfig:
     times the balanced T*K rows is the most that a rank can receive (`alltoall` always holds every
     layer at that many rows, as it has no recomputation). `validate` says when a call ends with a
     look at its status: after each, after the first forward and backward, or only in `check()`.
-    `timeout_s` is how long a rank waits for its peers.
     """
 
     T: int
@@ -41,7 +40,6 @@ class MoEConfig:
     slot_factor: float = 1.0
     scratch_factor: float = 8.0
     validate: str = "always"
-    timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("T", "D", "F", "E", "K", "ep", "layers"):
@@ -55,10 +53,9 @@ class MoEConfig:
         _check(self.E % self.ep == 0, "E", self.E, f"must be divisible by ep={self.ep}")
         _check(self.K <= self.E, "K", self.K, f"must be at most E={self.E}")
         _check(0 <= self.slot_factor < 1e6, "slot_factor", self.slot_factor,
-               "must be finite and not negative")  # fmt: skip
-        for name in ("scratch_factor", "timeout_s"):
-            value = getattr(self, name)
-            _check(0 < value < 1e6, name, value, "must be finite and positive")
+               "must not be negative, and below 1e6")  # fmt: skip
+        _check(0 < self.scratch_factor < 1e6, "scratch_factor", self.scratch_factor,
+               "must be positive and below 1e6")  # fmt: skip
         routes = self.ep * self.T * self.K
         _check(routes < 2**31, "ep*T*K", routes, "must fit 31 bits, as a route is one int32")
 

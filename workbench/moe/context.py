@@ -7,7 +7,8 @@ with the `with` block; nothing that a peer does can leave memory behind.
 import dataclasses
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,7 +40,8 @@ class Context:
 
     def __init__(self, config: MoEConfig, group: PeerGroup, plan: OursPlan) -> None:
         self.config, self.group, self.plan = config, group, plan
-        arenas_PB, bases_P = group.allocate(plan.arena_bytes)
+        with torch.inference_mode(False):
+            arenas_PB, bases_P = group.allocate(plan.arena_bytes)
         self._memory: dict[int, RankMemory] = {
             rank: RankMemory(plan, arenas_PB, bases_P, rank if bases_P.shape[0] > 1 else 0)
             for rank in group.hosted
@@ -165,24 +167,30 @@ class Context:
         if self._closed is None and entry in self._held:
             self._dropped.append(entry)
 
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Peers wait for what is done here: if it fails they know now, not when their time is up,
+        and the context is closed."""
+        try:
+            yield
+        except BaseException as error:
+            self.group.abort(f"{type(error).__name__}: {error}")
+            self._free(f"a call failed: {type(error).__name__}: {error}")
+            raise
+
     def run(self, kind: int, steps: Sequence[Step], problem: str | None) -> None:
         """One call on the hosted ranks. `problem`: what the host found wrong, which every rank
         then raises; ops are no-ops in such a call, but it meets every barrier."""
         self._calls += 1
         for step in steps:
             self._announce(step, kind, problem)
-        try:
+        with self.expected():
             for part in load_pipeline(self.config.pipeline)[kind]:
                 began = time.perf_counter()
                 self._part(part, steps)
                 if self.timer is not None:
                     self.timer(part.name if isinstance(part, Phase | Barrier)
                                else type(part).__name__, time.perf_counter() - began)  # fmt: skip
-        except BaseException as error:
-            # Peers wait for this rank: let them know now, not when their time is up.
-            self.group.abort(f"{type(error).__name__}: {error}")
-            self._free(f"a call failed: {type(error).__name__}: {error}")
-            raise
         always = self.config.validate == "always" or problem is not None
         if always or (self.config.validate == "first" and kind not in self._validated):
             self._validated.add(kind)

@@ -1,6 +1,7 @@
 """What a context raises, and the text for each code that ranks agree on."""
 
 from collections.abc import Sequence
+from decimal import Decimal
 
 from workbench.errors import InputError
 from workbench.kernels.words import Code, Decide
@@ -41,18 +42,18 @@ def failure(decision: Sequence[int], text: str, config: MoEConfig) -> Exception:
         kinds = ("forward", "backward")
         how = f"{kinds[a]} against {kinds[b]}"
         if a == b:
-            how = f"another {kinds[a]}, or gradients are on for some ranks only"
+            how = f"another {kinds[a]}: gradients are on, or an earlier graph is kept, on some only"
         return MoEInputError(
             f"{where}is in another call than rank 0 ({how}); ranks must make the same calls in the"
             " same order"
         )
-    fits = a / (config.T * config.K)
+    balanced = config.T * config.K
     return CapacityError(
         f"{where}rows needed={a} must be at most rows available={b}"
-        f" (scratch_factor={config.scratch_factor:g}); scratch_factor={_up(fits):g} would fit"
+        f" (scratch_factor={config.scratch_factor:g}); scratch_factor={_up(a, balanced)} would fit"
     )
 
 
-def _up(factor: float) -> float:
+def _up(rows: int, balanced: int) -> Decimal:
     """The next larger factor of two decimals."""
-    return -(-round(factor * 1e6) // 10_000) / 100
+    return (Decimal(-(-100 * rows // balanced)) / 100).normalize()

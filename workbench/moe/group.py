@@ -11,7 +11,7 @@ import datetime
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +74,9 @@ class VirtualGroup:
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
         if self.device.type == "cpu":
-            arenas_PB = _tensor(huge_pages(self.size * nbytes), self.size)
+            memory, problem = _map(lambda: huge_pages(self.size * nbytes))
+            _had([problem], self.size * nbytes)
+            arenas_PB = _tensor(memory, self.size)
         else:
             arenas_PB = torch.zeros(self.size, nbytes, dtype=torch.uint8, device=self.device)
         return arenas_PB, _bases(arenas_PB)
@@ -143,7 +145,9 @@ class CollectiveGroup:
         return self.hosted[0]
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        arenas_1B = _tensor(huge_pages(nbytes), 1)
+        memory, problem = _map(lambda: huge_pages(nbytes))
+        _had(self.gather_objects(problem), nbytes)
+        arenas_1B = _tensor(memory, 1)
         return arenas_1B, _bases(arenas_1B)
 
     def barrier(self, where: str) -> None:
@@ -248,27 +252,30 @@ class SharedGroup(CollectiveGroup):
             reserved = _reserve(file, total)
         else:
             reserved = None
-        opened: int | None = None
+        opened: list[int] = [] if file is None else [file]
         try:
             (maker, reserved, *_), *_ = self.gather_objects((file, reserved))
             if reserved is not None:
                 raise MemoryError(f"shared memory: {total:,} bytes cannot be had: {reserved}")
-            opened = (
-                file
-                if file is not None
-                else os.open(f"/proc/{self._pids[0]}/fd/{maker}", os.O_RDWR | os.O_CLOEXEC)
-            )
-            view = mmap.mmap(opened, total)
+
+            def mapped() -> mmap.mmap:
+                if file is None:
+                    path = f"/proc/{self._pids[0]}/fd/{maker}"
+                    opened.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                return mmap.mmap(opened[0], total)
+
+            view, problem = _map(mapped)
+            _had(self.gather_objects(problem), total)
             advise_huge(view)
-            self.gather_objects(None)
         finally:
-            for descriptor in {file, opened} - {None}:
-                os.close(descriptor)  # type: ignore[arg-type]
+            for descriptor in opened:
+                os.close(descriptor)
         arenas_PB = _tensor(view, self.size)
         return arenas_PB, _bases(arenas_PB)
 
     def barrier(self, where: str) -> None:
-        self._arrivals_P[self.rank] += 1
+        if self._closed is None:
+            self._arrivals_P[self.rank] += 1
         super().barrier(where)
 
     def abort(self, reason: str) -> None:
@@ -336,6 +343,21 @@ KINDS = {g.kind: g for g in (VirtualGroup, SharedGroup, NvlinkGroup, CollectiveG
 
 def _tensor(memory: mmap.mmap, ranks: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(ranks, -1)
+
+
+def _map(make: Callable[[], mmap.mmap]) -> tuple[Any, str | None]:
+    """What `make` maps, or why it cannot."""
+    try:
+        return make(), None
+    except (OSError, MemoryError, OverflowError) as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _had(problems: Sequence[str | None], nbytes: int) -> None:
+    """MemoryError where some rank could not map its memory; the same on all."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise MemoryError(f"rank {rank}: arena of {nbytes:,} bytes cannot be had: {problem}")
 
 
 def _bases(arenas_PB: Tensor) -> Tensor:

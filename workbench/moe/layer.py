@@ -87,7 +87,8 @@ class MoELayer(nn.Module):
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Top-k ids int64 [T, K] and scores float32 [T, K]; differentiable in the scores."""
-        logits_TE = functional.linear(x_TD.float(), self.router_ED)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = functional.linear(x_TD.float(), self.router_ED.float())
         scores_TK, ids_TK = logits_TE.softmax(1).topk(self.context.config.K, dim=1)
         if self.renormalise:
             scores_TK = scores_TK / scores_TK.sum(1, keepdim=True)

@@ -23,10 +23,12 @@ def pack(s: Step) -> None:
              slot_R=s.own("slot_R"), starts_e=s.own("starts_e"),
              counts_PE=s.own("counts_PE"))  # fmt: skip
     item = s.own("x_TD").element_size()
+    # Each entry has a part of the slot to itself, large enough in whatever order backwards come.
+    part = s.plan.saved_bytes(s.plan.rows_available)
     s.launch("decide", heads=s.local("heads_PH"), counts_PE=s.own("counts_PE"),
-             decisions_L=s.own("decisions"), entry=s.entry, rank=s.rank,
-             rows_available=s.plan.rows_available, slot_at=s.offset("slot"),
-             slot_bytes=s.plan.slot_bytes, x_row_bytes=s.config.D * item,
+             decisions_L=s.own("decisions")[s.entry : s.entry + 1], entry=0, rank=s.rank,
+             rows_available=s.plan.rows_available, slot_at=s.offset("slot") + s.entry * part,
+             slot_bytes=part, x_row_bytes=s.config.D * item,
              h1_row_bytes=2 * s.config.F * item, x_scratch_at=s.offset("x_RD"),
              h1_scratch_at=s.offset("h1_R2F"), saves=s.saves, texts=s.local("texts_PB"),
              first_error=s.own("first_error"), error_text=s.own("error_text"),
