@@ -6,6 +6,7 @@ import pytest
 
 from workbench.bench import layer as bench
 from workbench.errors import InputError
+from workbench.moe.executor_torch import OPS
 
 SHAPE = {"T": 64, "D": 64, "F": 32, "E": 4, "K": 2}
 RATIOS = ("forward_over_floor", "forward_backward_over_floor")
@@ -44,6 +45,14 @@ def test_wrong_values_are_not_timed(monkeypatch):
     right = bench.routed_experts
     monkeypatch.setattr(bench, "routed_experts", lambda *given: right(*given) * 1.02)
     with pytest.raises(RuntimeError, match=r"relative error=0\.02.* must be below 0.01"):
+        bench.bench_layer(**SHAPE, rounds=1, transformers=False)
+
+
+@pytest.mark.parametrize("op", ["w2_wgrad", "w13_wgrad"])
+def test_wrong_weight_gradients_are_not_timed(monkeypatch, op):
+    name = {"w2_wgrad": "dw2_EDF", "w13_wgrad": "dw13_E2FD"}[op]
+    monkeypatch.setitem(OPS, op, lambda **given: given[name].fill_(7))
+    with pytest.raises(RuntimeError, match=r"must be below 0\.01"):
         bench.bench_layer(**SHAPE, rounds=1, transformers=False)
 
 

@@ -1,6 +1,7 @@
 """MoELayer: router and shared expert beside the routed experts."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,3 +123,27 @@ def test_a_deep_copy_has_its_own_parameters_and_the_same_context():
         assert torch.equal(twin(x), layer(x))
         twin.w2_EDF.zero_()
         assert not torch.equal(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("how", ["autocast", "default dtype", "module"])
+def test_precision_is_the_layer_s_own(how):
+    """Autocast, torch's default dtype and `Module.bfloat16` change no sum from FP32 to BF16."""
+    config = replace(CONFIG, dtype="bfloat16")
+    with create_context(config, VirtualGroup(2)) as context, torch.no_grad():
+        layer = MoELayer(context, shared_experts=0, seed=2)
+        layer.router_ED.copy_(layer.router_ED.bfloat16())
+        x = torch.randn(42, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+        ids, scores = layer.route(x)
+        y = layer(x)
+        if how == "module":
+            layer.bfloat16()
+        try:
+            if how == "default dtype":
+                torch.set_default_dtype(torch.bfloat16)
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                again, found = layer.route(x), layer(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(again[0], ids)
+    assert torch.equal(again[1], scores)
+    assert torch.equal(found, y)
