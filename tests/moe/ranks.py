@@ -91,6 +91,36 @@ def bad_inputs() -> Any:
     return found
 
 
+def bad_inputs_unseen() -> Any:
+    """A bad input on the last rank in a step that is not validated: what `check` then raises."""
+    group = SharedGroup(timeout_s=20)
+    config = replace(SMALL, ep=group.size, validate="never")
+    whole = workload(config, 0)
+    work = whole.of_rank(group.rank)
+    found: dict[str, Any] = {}
+    for pipeline in ("standard", "alltoall"):
+        with create_context(replace(config, pipeline=pipeline), group) as context:
+            for name, (place, spoil) in BAD.items():
+                x, scores, w13, w2 = work.leaves()
+                given: list[Any] = [x, work.ids, scores, w13, w2]
+                if group.rank == group.size - 1:
+                    spoiled = spoil(given[place].detach().clone())
+                    floats = spoiled is not None and spoiled.is_floating_point()
+                    given[place] = spoiled.requires_grad_() if floats else spoiled
+                y = routed_experts(*given, context)
+                y.backward(work.dy)
+                grads = [t.grad for t in given if t is not None and t.is_floating_point()]
+                found[f"{pipeline} NaN {name}"] = all(bool(t.isnan().all()) for t in (y, *grads))
+                try:
+                    context.check()
+                    found[f"{pipeline} {name}"] = "nothing"
+                except ValueError as error:
+                    found[f"{pipeline} {name}"] = f"{type(error).__name__}: {error}"
+                again = largest_error(whole, run(work, context), group.rank)
+                found[f"{pipeline} after {name}"] = again
+    return found
+
+
 def _set(value: float, *place: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def spoil(tensor: torch.Tensor) -> torch.Tensor:
         tensor[place] = value
@@ -293,7 +323,7 @@ def sound() -> Any:
     return {
         "bad": bad_inputs(), "overflow": overflow(), "mismatch standard": mismatch("standard"),
         "mismatch alltoall": mismatch("alltoall"), "closes": closes(), "disagrees": disagrees(),
-        "no memory": no_memory(),
+        "no memory": no_memory(), "unseen": bad_inputs_unseen(),
     }  # fmt: skip
 
 

@@ -37,7 +37,8 @@ def routed_experts(
 
     With gradients on, a training context keeps the layer's rows until backward, which may run
     once. Raises MoEInputError (a bad input on any rank), CapacityError (more rows than the scratch
-    frame holds), each on every rank and with the context still usable; PeerError (a peer died or
+    frame holds), each on every rank and with the context still usable, where the config's
+    `validate` looks; else results are NaN and `check()` raises; PeerError (a peer died or
     was late), after which group and context are closed; ClosedError.
     """
     context.memory(context.group.hosted[0])
@@ -110,7 +111,10 @@ class _RoutedExperts(torch.autograd.Function):
                 held.spent = True
                 context.free_entry(entry)
             raise
-        ctx.context, ctx.held, ctx.scores_dtype = context, held, scores_TK.dtype
+        ctx.context, ctx.held, ctx.problem = context, held, problem
+        ctx.given = None if problem is None else (x_TD, scores_TK, w13_E2FD, w2_EDF)
+        if problem is None:
+            ctx.scores_dtype = scores_TK.dtype
         if held is not None:
             ctx.save_for_backward(w13_E2FD, w2_EDF)
         return y_TD
@@ -122,14 +126,16 @@ class _RoutedExperts(torch.autograd.Function):
         held: _Held | None = ctx.held
         config = context.config
         if held is None:
-            raise RuntimeError(f"mode={config.mode!r} must be 'training' for a backward")
+            why = ctx.problem or f"mode={config.mode!r} must be 'training' for a backward"
+            raise RuntimeError(why)
         if held.spent:
             raise RuntimeError(
                 "backward of routed_experts ran before: its rows are gone; call it once"
             )
         w13_E2FD, w2_EDF = ctx.saved_tensors
         held.spent = True
-        steps = _steps(context, held.entry, True, True, w13_E2FD, w2_EDF)
+        given = ctx.given
+        steps = _steps(context, held.entry, True, given is None, w13_E2FD, w2_EDF)
         T, E = config.T, config.local_experts
         with context.expected():
             dy_TD = dy_TD.contiguous()  # autograd gives any strides: a sum's gradient has none
@@ -138,8 +144,9 @@ class _RoutedExperts(torch.autograd.Function):
                 dy_TD.shape[0], config.K, dtype=torch.float32, device=context.device
             )
             lend = context.lender.empty_like
-            dw13_E2FD = lend(w13_E2FD) if ctx.needs_input_grad[2] else None
-            dw2_EDF = lend(w2_EDF) if ctx.needs_input_grad[3] else None
+            wanted = [given is None and want for want in ctx.needs_input_grad[2:4]]
+            dw13_E2FD = lend(w13_E2FD) if wanted[0] else None
+            dw2_EDF = lend(w2_EDF) if wanted[1] else None
         for v, step in enumerate(steps):
             step.dy_TD, step.dx_TD = _part(dy_TD, v, T), _part(dx_TD, v, T)
             step.dscores_TK = _part(dscores_TK, v, T)
@@ -149,6 +156,11 @@ class _RoutedExperts(torch.autograd.Function):
             context.run(BACKWARD, steps, None)
         finally:
             context.free_entry(held.entry)
+        if given is not None:
+            # The call met its peers and did nothing; `check` says why.
+            nan = (torch.full_like(tensor, torch.nan) if isinstance(tensor, Tensor) else None
+                   for tensor in given)  # fmt: skip
+            return *nan, None, None, None
         return dx_TD, dscores_TK.to(ctx.scores_dtype), dw13_E2FD, dw2_EDF, None, None, None
 
 

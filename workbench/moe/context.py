@@ -191,8 +191,9 @@ class Context:
                 if self.timer is not None:
                     self.timer(part.name if isinstance(part, Phase | Barrier)
                                else type(part).__name__, time.perf_counter() - began)  # fmt: skip
-        always = self.config.validate == "always" or problem is not None
-        if always or (self.config.validate == "first" and kind not in self._validated):
+        if self.config.validate == "always" or (
+            self.config.validate == "first" and kind not in self._validated
+        ):
             self._validated.add(kind)
             self.check()
 
