@@ -175,7 +175,7 @@ def test_two_hosts_meet_by_rendezvous(
         started.append(subprocess.Popen(entered, env=environment, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True))  # fmt: skip
         time.sleep(0.5)
-    told = [process.communicate(timeout=150) for process in started]
+    told = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [1, 1], told  # fused cases failed
     cases = load_matrix(matrix)
     assert len(list((out / "records").iterdir())) == len(cases) == 16
