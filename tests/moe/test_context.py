@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from workbench.kernels.words import Decide
+from workbench.kernels.words import DECIDE_WORDS, Code, Decide
 
 from workbench.case import Case
 from workbench.errors import InputError
 from workbench.moe import config as config_module
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
-from workbench.moe.failures import ClosedError
+from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import NvlinkGroup, SharedGroup, VirtualGroup
 from workbench.moe.pages import Lender
 from workbench.moe.plan_ours import plan_ours, saved_bytes
@@ -164,3 +164,14 @@ def test_a_new_pipeline_is_one_module_and_one_word(monkeypatch):
         found = run(work, context)
         assert context.memory(0).own("decisions")[0, Decide.END] == 0
     assert max(errors(found, work.exact()).values()) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("rows", "factor"),
+    [(3_000_001, "1.01"), (3_000_000, "1"), (30_000_000, "10"), (3_100_000, "1.04")],
+)
+def test_the_factor_that_would_fit_does(rows, factor):
+    config = MoEConfig(T=500_000, D=8, F=8, E=8, K=6, scratch_factor=1)
+    words = [0] * DECIDE_WORDS
+    words[Decide.CODE], words[Decide.A], words[Decide.B] = Code.OVERFLOW, rows, 3_000_000
+    assert str(failure(words, "", config)).endswith(f"; scratch_factor={factor} would fit")

@@ -158,8 +158,8 @@ class _RoutedExperts(torch.autograd.Function):
             context.free_entry(held.entry)
         if given is not None:
             # The call met its peers and did nothing; `check` says why.
-            nan = (torch.full_like(tensor, torch.nan) if isinstance(tensor, Tensor) else None
-                   for tensor in given)  # fmt: skip
+            nan = (torch.full_like(tensor, torch.nan) if want else None
+                   for tensor, want in zip(given, ctx.needs_input_grad, strict=False))  # fmt: skip
             return *nan, None, None, None
         return dx_TD, dscores_TK.to(ctx.scores_dtype), dw13_E2FD, dw2_EDF, None, None, None
 

@@ -1,7 +1,6 @@
 """What a context raises, and the text for each code that ranks agree on."""
 
 from collections.abc import Sequence
-from decimal import Decimal
 
 from workbench.errors import InputError
 from workbench.kernels.words import Code, Decide
@@ -50,10 +49,10 @@ def failure(decision: Sequence[int], text: str, config: MoEConfig) -> Exception:
     balanced = config.T * config.K
     return CapacityError(
         f"{where}rows needed={a} must be at most rows available={b}"
-        f" (scratch_factor={config.scratch_factor:g}); scratch_factor={_up(a, balanced)} would fit"
+        f" (scratch_factor={config.scratch_factor:g}); scratch_factor={_up(a, balanced):g} would fit"
     )
 
 
-def _up(rows: int, balanced: int) -> Decimal:
-    """The next larger factor of two decimals."""
-    return (Decimal(-(-100 * rows // balanced)) / 100).normalize()
+def _up(rows: int, balanced: int) -> float:
+    """The factor that fits, rounded up to two decimals."""
+    return -(-100 * rows // balanced) / 100
