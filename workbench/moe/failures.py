@@ -46,13 +46,9 @@ def failure(decision: Sequence[int], text: str, config: MoEConfig) -> Exception:
             f"{where}is in another call than rank 0 ({how}); ranks must make the same calls in the"
             " same order"
         )
-    balanced = config.T * config.K
+    # Rounded up to two decimals.
+    fits = -(-100 * a // (config.T * config.K)) / 100
     return CapacityError(
         f"{where}rows needed={a} must be at most rows available={b}"
-        f" (scratch_factor={config.scratch_factor:g}); scratch_factor={_up(a, balanced):g} would fit"
+        f" (scratch_factor={config.scratch_factor:g}); scratch_factor={fits:g} would fit"
     )
-
-
-def _up(rows: int, balanced: int) -> float:
-    """The factor that fits, rounded up to two decimals."""
-    return -(-100 * rows // balanced) / 100
