@@ -21,8 +21,8 @@ def test_windows_iterations_and_steps(monkeypatch):
 
     steps = {"forward": lambda: calls.append("f"), "backward": backward}
     met = []
-    times = protocol.measure(steps, protocol.CpuClock(),
-                             Protocol(warmups=2, windows=3, iterations=4), met.append)  # fmt: skip
+    run, told = protocol.CpuClock(), Protocol(warmups=2, windows=3, iterations=4)
+    times = protocol.measure(protocol.prepare(steps, run, told), run, told, met.append)
     assert "".join(calls) == "fb" * (2 + 3 * 4)
     assert met == ["window"] * 3
     for name, ms in (("forward", 1), ("backward", 2), ("iteration", 3)):

@@ -20,6 +20,10 @@ from workbench.bench.job import Protocol
 Floats = npt.NDArray[np.float64]
 Step = Callable[[], Any]
 PERCENTILES = (20, 50, 80)
+NOISY = 1.25
+"""A case is noisy where its slowest window takes more than this many times its median window."""
+TRIES = 3
+"""How often a noisy case is measured at most, as far as its time limit allows."""
 
 
 class CpuClock:
@@ -94,22 +98,26 @@ def make_clock(device: str, protocol: Protocol) -> Clock:
     return CpuClock()
 
 
-def measure(
-    steps: Mapping[str, Step], clock: Clock, protocol: Protocol, meet: Callable[[str], None]
-) -> dict[str, Floats]:
-    """ms of each step, and of `iteration` from the first's start to the last's end, [W, I].
-
-    Collective: ranks meet before each window, by `meet`. The steps have run before, checked.
-    """
+def prepare(steps: Mapping[str, Step], clock: Clock, protocol: Protocol) -> Mapping[str, Step]:
+    """The steps as they are timed, warmed up. They have run before, checked."""
     for _ in range(protocol.warmups):
         for step in steps.values():
             step()
-    prepared = list(clock.prepare(steps).values())
+    return clock.prepare(steps)
+
+
+def measure(
+    prepared: Mapping[str, Step], clock: Clock, protocol: Protocol, meet: Callable[[str], None]
+) -> dict[str, Floats]:
+    """ms of each step, and of `iteration` from the first's start to the last's end, [W, I].
+
+    Collective: ranks meet before each window, by `meet`. The steps are those of `prepare`.
+    """
     marks = np.empty((protocol.windows, protocol.iterations, len(prepared) + 1))
     for window in marks:
         meet("window")
-        window[:] = clock.window(prepared, protocol.iterations)
-    times = dict(zip(steps, np.moveaxis(np.diff(marks, axis=2), 2, 0), strict=True))
+        window[:] = clock.window(list(prepared.values()), protocol.iterations)
+    times = dict(zip(prepared, np.moveaxis(np.diff(marks, axis=2), 2, 0), strict=True))
     return times | {"iteration": marks[:, :, -1]}
 
 
@@ -117,6 +125,12 @@ def slowest(samples_PWI: npt.ArrayLike) -> Floats:
     """The slowest rank's mean of each window, [W]."""
     means_PW: Floats = np.asarray(samples_PWI, np.float64).mean(axis=2)
     return means_PW.max(axis=0)
+
+
+def unevenness(samples_PWI: npt.ArrayLike) -> float:
+    """The slowest window over the median one, by the slowest rank's means."""
+    windows = slowest(samples_PWI)
+    return float(windows.max() / np.median(windows))
 
 
 def statistics(samples_PWI: npt.ArrayLike) -> dict[str, float]:

@@ -48,7 +48,9 @@ class Record(_Model):
 
     Times in ms, rates in TFLOP/s and GB/s per GPU, peakAllocatedGiB in GiB; null where a figure
     does not exist (no backward in inference) or was not measured. `samples` holds the raw times,
-    `provenance` how they came about. A `failed` record has a `reason` and no times.
+    `provenance` how they came about. `noisy` is true where the slowest window took more than 1.25
+    times the median one, null where there is one window. A `failed` record has a `reason` and no
+    times.
     """
 
     id: str
@@ -84,6 +86,7 @@ class Record(_Model):
     device: str | None = None
     status: Literal["ok", "failed"] | None = None
     reason: str | None = None
+    noisy: bool | None = None
     samples: dict[str, Any] | None = None
     provenance: dict[str, Any] | None = None
 

@@ -4,6 +4,7 @@ Legend: T tokens per rank, D hidden, F expert width, E experts in all, K experts
 this rank, S shared experts.
 """
 
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,15 @@ class Subject:
             found = torch.autograd.grad(self.y[number], wanted, self.dy_TD)
             self.y[number] = self.y[number].detach()
             self.gradients[number] = dict(zip(GRADIENTS, found, strict=False))
+
+    def fingerprints(self) -> list[str]:
+        """SHA-256 of every output and gradient of the last iteration, bit for bit. Hashes take no
+        memory on the device, which copies to compare with would."""
+        held = [*self.y, *(found for layer in self.gradients for found in layer.values())]
+        return [
+            sha256(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data).hexdigest()
+            for tensor in held
+        ]
 
     def saved(self) -> tuple[list[int], list[int]]:
         """Between forward and backward: (bytes that each layer holds in the slot, 1 for a layer

@@ -66,7 +66,7 @@ def _cases(job: Job, folder: Folder, rank: int) -> int:
             if rank == 0:
                 _await_turn(job, number)
                 _event(folder, job, case, "start")
-            record = measure_case(case, group, job.settings)
+            record = measure_case(case, group, job.settings, job.limit_s)
             if rank == 0:
                 write_record(record, folder.record(case))
                 _event(folder, job, case, "end", status=record.status)
