@@ -362,6 +362,29 @@ def test_dequantise_float64_is_exact_and_float32_rounds_it(name: str) -> None:
         np.testing.assert_array_equal(got.dequantise().numpy(), value.astype(np.float32))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_float32_stays_finite(name: str) -> None:
+    top = float(np.finfo(np.float32).max)
+    found = quantise(torch.tensor([top, -top]), name).dequantise(torch.float64)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_bf16_saturates_but_for_an_infinity(sign: int) -> None:
+    largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+    tie = largest * (1 + 2.0**-9)  # between the largest and the next power of two, as float32
+    x = sign * torch.tensor([np.finfo(np.float32).max, tie, largest, 3.3e38, math.inf, math.nan])
+    found = quantise(x, "bf16").data
+    assert found[:3].tolist() == [sign * largest] * 3
+    assert found[3:5].tolist() == x[3:5].bfloat16().tolist()
+    assert found[5].isnan()
+
+
+def test_half_s_largest_value_in_bf16() -> None:
+    x = torch.tensor([65504.0, -math.inf, 6e-8], dtype=torch.float16)
+    assert quantise(x, "bf16").data.tolist() == x.bfloat16().tolist()
+
+
 TORCHAO_ELEMENTS = MappingProxyType(
     {
         "e4m3": torch.float8_e4m3fn,

@@ -5,11 +5,13 @@ NVIDIA's cuBLAS "block scaling" and Transformer Engine documentation for `rceil`
 
 Every result is defined in exact arithmetic and computed without `log2`: scales come from the bits
 of the block's largest magnitude (`amax`), data are rounded to nearest, ties to even, saturating.
+Subnormals are read and written by their bits, so that `torch.set_flush_denormal` changes nothing.
 
 - MX scale 2^e: `floor` e = floor(log2 amax) - emax (values above the largest saturate);
   `rceil` e = the smallest with amax <= largest * 2^e. E8M0 code = e + 127, at least 0.
 - NVFP4: float32 g = tensor amax / (6 * 448), E4M3 scale s = round(block amax / 6 / g), data
   x / (s * g). A block so small that s rounds to 0 has data 0.
+- BF16 has no scale: infinities and NaN stay what they are, finite values saturate.
 - An all-zero block: scale code 0, data 0 (a negative zero keeps its sign).
 - A block with a NaN or an infinity: its scale is NaN, so all of it decodes to NaN; FP8 data are
   0x7f, FP4 data 0. Other blocks are untouched: g is taken over the finite blocks.
@@ -34,6 +36,7 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OUTPUT_DTYPES = (torch.float64, *INPUT_DTYPES)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIN_FLOAT32 = 2.0**-149
+_MIN_NORMAL, _MAGNITUDE = 0x0080_0000, 0x7FFF_FFFF  # of float32, as bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,16 +155,17 @@ class Quantised:
         """
         if dtype not in OUTPUT_DTYPES:
             raise FormatError(f"dtype={dtype} must be one of {OUTPUT_DTYPES}")
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        values = decode(self.data, self.fmt.element).to(wide)
+        values = decode(self.data, self.fmt.element)
         if self.scale is None:
-            return values.to(dtype)
-        blocked = _to_blocks(values, self.axis, self.fmt.block)
-        # data * s has at most 6 significant bits, so only the product with g can round
-        blocked = blocked * _blocked_scale(self.scale.to(wide), self.axis)
+            return _widen(values) if dtype == torch.float64 else values.to(dtype)
+        # data * s has at most 6 significant bits and g 24, so float64 holds the product
+        scale = _widen(self.scale.float())
         if self.tensor_scale is not None:
-            blocked = blocked * self.tensor_scale.to(wide)
-        return _from_blocks(blocked, self.axis, self.shape).to(dtype)
+            scale = scale * _widen(self.tensor_scale)
+        blocked = _to_blocks(values.double(), self.axis, self.fmt.block)
+        blocked.mul_(_blocked_scale(scale, self.axis))
+        exact = _from_blocks(blocked, self.axis, self.shape)
+        return exact if dtype == torch.float64 else _narrow(exact).to(dtype)
 
 
 def quantise(x: Tensor, fmt: str | FormatSpec, *, axis: Axis = -1) -> Quantised:
@@ -178,11 +182,13 @@ def quantise(x: Tensor, fmt: str | FormatSpec, *, axis: Axis = -1) -> Quantised:
     axis = _check(x, axis)
     element = _ELEMENTS[spec.element]
     if spec.scale == "none":
-        data, scale, tensor_scale = x.detach().to(element.dtype, copy=True), None, None
+        data, scale, tensor_scale = _bf16(x.detach()), None, None
     else:
         blocks = _to_blocks(x.detach().float(), axis, spec.block)
-        amax = blocks.abs().amax(dim=_block_dims(axis), keepdim=True)
-        bad = ~torch.isfinite(amax)  # an infinity or a NaN, which amax hands on, of either sign
+        # magnitudes are in the order of their bits, infinity and then NaN last
+        magnitude = blocks.view(torch.int32) & _MAGNITUDE
+        amax = magnitude.amax(dim=_block_dims(axis), keepdim=True).view(torch.float32)
+        bad = ~torch.isfinite(amax)
         if spec.rule == "nvfp4":
             scale, tensor_scale, scaled = _nvfp4_scale(blocks, amax, bad)
         else:
@@ -220,8 +226,8 @@ def sqnr_db(reference: Tensor, approx: Tensor) -> float:
     """
     if reference.shape != approx.shape:
         raise FormatError(f"approx.shape={tuple(approx.shape)} must be {tuple(reference.shape)}")
-    ref = reference.detach().double()
-    noise = torch.linalg.vector_norm(ref - approx.detach().double()).item()
+    ref = _widen(reference.detach())
+    noise = torch.linalg.vector_norm(ref - _widen(approx.detach())).item()
     signal = torch.linalg.vector_norm(ref).item()
     if not (math.isfinite(noise) and math.isfinite(signal)):
         return math.nan
@@ -286,7 +292,15 @@ def _e8m0_scale(
     code = ((bits >> 23) - element.emax).clamp(min=0).masked_fill(bad, 255)
     # code <= 253 for a finite amax, so 2^(127 - code) is a normal float32
     inverse = ((254 - code) << 23).view(torch.float32).masked_fill(bad, math.nan)
-    return code.to(torch.uint8).view(torch.float8_e8m0fnu), blocks * inverse
+    scaled = blocks * inverse
+    bits = blocks.view(torch.int32)
+    small = ((bits & _MAGNITUDE) < _MIN_NORMAL) & (bits & _MAGNITUDE != 0)
+    if small.any():
+        # a subnormal is its mantissa times 2^-149; under a scale above 2^-22 it rounds to 0
+        step = ((105 - code).clamp(min=0) << 23).view(torch.float32)
+        exact = ((bits & (_MIN_NORMAL - 1)) * step).copysign(blocks)
+        scaled = torch.where(small & ~bad, exact, scaled)
+    return code.to(torch.uint8).view(torch.float8_e8m0fnu), scaled
 
 
 def _nvfp4_scale(blocks: Tensor, amax: Tensor, bad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,15 +310,45 @@ def _nvfp4_scale(blocks: Tensor, amax: Tensor, bad: Tensor) -> tuple[Tensor, Ten
     of two numbers of at most 31 bits cannot come nearer to a tie than float64 resolves.
     """
     finite = amax.masked_fill(bad, 0.0)
-    top = finite.amax() if finite.numel() else finite.new_zeros(())
+    top = _widen(finite).amax() if finite.numel() else finite.new_zeros((), dtype=torch.float64)
     # clamped so that a tensor of the smallest subnormals does not divide by 0
-    g = (top / (6.0 * 448.0)).clamp(min=_MIN_FLOAT32)
-    ratio = _to_grid(amax.double() / (6.0 * g.double()), 448.0, mantissa=3, emin=-6)
+    g = _narrow((top / (6.0 * 448.0)).clamp(min=_MIN_FLOAT32))
+    ratio = _to_grid(_widen(amax) / (6.0 * _widen(g)), 448.0, mantissa=3, emin=-6)
     scale = ratio.masked_fill(bad, math.nan).float().to(torch.float8_e4m3fn)
-    step = scale.double() * g.double()
+    step = scale.double() * _widen(g)
     # where the scale is 0 the block's data are 0: dividing by infinity keeps the sign
-    scaled = blocks.double() / step.masked_fill(step == 0, math.inf)
+    scaled = _widen(blocks) / step.masked_fill(step == 0, math.inf)
     return scale, g, scaled
+
+
+def _bf16(x: Tensor) -> Tensor:
+    """Rounded to nearest even; only an infinity becomes one. A tensor of its own."""
+    rounded = x.to(torch.bfloat16, copy=True)
+    largest = torch.full_like(rounded, _ELEMENTS["bf16"].largest).copysign(rounded)
+    return torch.where(rounded.isinf() & ~x.isinf(), largest, rounded)
+
+
+def _widen(x: Tensor) -> Tensor:
+    """float64 of the same values, float32's subnormals too where arithmetic flushes them."""
+    if x.dtype == torch.float64:
+        return x
+    x = x.float()
+    wide, bits = x.double(), x.view(torch.int32)
+    small = ((bits & _MAGNITUDE) < _MIN_NORMAL) & (bits & _MAGNITUDE != 0)
+    if small.any():
+        exact = ((bits & (_MIN_NORMAL - 1)).double() * _MIN_FLOAT32).copysign(x)
+        wide = torch.where(small, exact, wide)
+    return wide
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """float32 of float64 values, rounded to nearest even, subnormals as well."""
+    narrow, small = x.float(), (x.abs() < 2.0**-126) & (x != 0)
+    if small.any():
+        bits = torch.round(x.abs() / _MIN_FLOAT32)
+        bits = torch.where(small, bits, 0).int().view(torch.float32)
+        narrow = torch.where(small, bits.copysign(narrow), narrow)
+    return narrow
 
 
 def _to_grid(x: Tensor, largest: float, *, mantissa: int, emin: int) -> Tensor:
