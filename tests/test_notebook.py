@@ -354,3 +354,38 @@ def test_help_is_complete_and_imports_little() -> None:
         assert said in text
     version = subprocess.check_output([*COMMAND, "--version"], text=True)
     assert version == f"moe-workbench {workbench.__version__}\n"
+
+
+def test_other_points_in_a_resumed_run(tmp_path: Path) -> None:
+    """The points that a run has stay in its index, whichever are asked for later."""
+    notebook = write(tmp_path / "n.ipynb", "ep = 8", "import json", "json.dumps(ep)")
+    folder, first = run_grid(notebook, ["ep=8"], out=tmp_path / "r")
+    assert [point.name for point in first.points] == ["ep=8"]
+    _, second = run_grid(notebook, ["ep=16"], out=folder, resume="latest")
+    assert [(p.name, p.status) for p in second.points] == [
+        ("ep=8", "complete"), ("ep=16", "complete"),
+    ]  # fmt: skip
+    assert second.points[0].seconds == first.points[0].seconds
+    assert Grid.model_validate_json((folder / "points.json").read_bytes()) == second
+    page = (folder / "index.html").read_text()
+    assert "2 of 2 points complete" in page
+    assert 'href="ep%3D8/n.ipynb"' in page
+    # without parameters all of them are gone through
+    (folder / "ep=8/run.json").unlink()
+    _, third = run_grid(notebook, [], out=folder, resume="latest")
+    assert [(p.name, p.status, p.resumed) for p in third.points] == [
+        ("ep=8", "complete", False), ("ep=16", "complete", True),
+    ]  # fmt: skip
+
+
+def test_a_folder_without_a_run_or_with_another_is_not_resumed(tmp_path: Path) -> None:
+    notebook = write(tmp_path / "n.ipynb", "ep = 8")
+    with pytest.raises(InputError, match=r"out=.*WRONG holds no run to resume"):
+        run_grid(notebook, ["ep=16"], out=tmp_path / "WRONG", resume="latest")
+    assert not (tmp_path / "WRONG").exists()
+    folder, _ = run_grid(notebook, [], out=tmp_path / "r")
+    before = (folder / "points.json").read_bytes()
+    other = write(tmp_path / "m.ipynb", "ep = 8")
+    with pytest.raises(InputError, match=r"holds a run of .*n\.ipynb, not of .*m\.ipynb"):
+        run_grid(other, [], out=folder, resume="latest")
+    assert (folder / "points.json").read_bytes() == before

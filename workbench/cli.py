@@ -115,7 +115,7 @@ def run_command(
             "--resume", metavar="[RUN_ID]",
             help="Go on with a run of this notebook (the latest, or the one in --out), leaving out "
             "points that are complete for the same notebook, parameters, input files and version. "
-            "Without -p: with the parameters that it was started with.",
+            "Without -p: all its points; with -p: the points asked for, beside those that it has.",
         ),
     ] = None,
     show: Annotated[

@@ -54,12 +54,11 @@ class Point(BaseModel):
 
 
 class Grid(BaseModel):
-    """A grid run, as in `points.json`. `assignments` are the `NAME=VALUES` it was asked for."""
+    """A grid run, as in `points.json`."""
 
     model_config = ConfigDict(extra="forbid")
 
     notebook: str
-    assignments: list[str]
     points: list[Point]
 
     def count(self, status: str) -> int:
@@ -78,31 +77,31 @@ def run_grid(
     `out` is the run's folder (default: a new one in `outputs/runs`); `resume` is the id of a run
     there, `latest`, or with `out` anything. A resumed run keeps the points that are complete for
     the same notebook, parameters, input files and package version, and without `assignments`
-    repeats those that it was started with. A failed point does not stop the others.
+    repeats those that it has. With `assignments` it runs theirs, and the points that it had before
+    stay in its index. A failed point does not stop the others.
 
     Everything is checked before the first point runs; raises InputError. Progress goes to stderr.
     """
     known = notebook_parameters(notebook)
     folder = _folder(notebook, out, resume)
-    if resume and not assignments:
-        before = _read_grid(folder)
-        assignments = before.assignments if before is not None else []
+    before = _resumed(folder, notebook) if resume else []
     given = grid(notebook, known, assignments)
-    state = Grid(
-        notebook=str(notebook),
-        assignments=list(assignments),
-        points=[Point(name=point_name(values), given=values) for values in given],
-    )
+    if before and not assignments:
+        given = [point.given for point in before]
+    points = [Point(name=point_name(values), given=values) for values in given]
+    asked = {point.name: point for point in points}
+    earlier = [asked.pop(point.name, point) for point in before]
+    state = Grid(notebook=str(notebook), points=[*earlier, *asked.values()])
     planned = [plan_run(notebook, values) for values in given]
     writable_folder(folder)
-    for point, plan in zip(state.points, planned, strict=True):
+    for point, plan in zip(points, planned, strict=True):
         done = read_run(folder / point.name) if resume else None
         if done is not None and _still_complete(folder / point.name, done, plan):
             point.resumed = True
             _take(point, done)
     _write_index(folder, state)
-    with _progress(state, sys.stderr.isatty()) as show:
-        for index, point in enumerate(state.points):
+    with _progress(points, sys.stderr.isatty()) as show:
+        for index, point in enumerate(points):
             if point.resumed:
                 continue
             point.status = "running"
@@ -176,6 +175,23 @@ def _folder(notebook: Path, out: Path | None, resume: str | None) -> Path:
     return runs[-1]
 
 
+def _resumed(folder: Path, notebook: Path) -> list[Point]:
+    """The points of the run in `folder`, none of them at work. Raises InputError where there is no
+    run, or one of another notebook."""
+    state = _read_grid(folder)
+    if state is None:
+        raise InputError(f"out={folder} holds no run to resume")
+    if Path(state.notebook).name != notebook.name:
+        raise InputError(
+            f"out={folder} holds a run of {state.notebook}, not of {notebook}; name another folder"
+        )
+    for point in state.points:
+        point.resumed = False
+        if point.status == "running":  # it was ended from outside
+            point.status = "waiting"
+    return state.points
+
+
 def _read_grid(folder: Path) -> Grid | None:
     try:
         return Grid.model_validate_json((folder / "points.json").read_bytes())
@@ -220,23 +236,23 @@ def _link(path: str | None) -> str:
 
 
 @contextmanager
-def _progress(state: Grid, terminal: bool) -> Iterator[Show]:
+def _progress(points: Sequence[Point], terminal: bool) -> Iterator[Show]:
     """Yields `show(point index, fraction done, error)`: a bar on a terminal, else plain lines."""
-    total, resumed = len(state.points), sum(point.resumed for point in state.points)
+    total, resumed = len(points), sum(point.resumed for point in points)
     began = time.monotonic()
 
     def line(index: int, fraction: float, error: str) -> str | None:
-        name = f"[{index + 1}/{total}] {state.points[index].name}"
+        name = f"[{index + 1}/{total}] {points[index].name}"
         if error:
             return f"{name}: failed\n{error}"
         if fraction == 0:
             return f"{name}: started"
         if fraction < 1:
             return None
-        done = index + 1 - sum(point.resumed for point in state.points[: index + 1])
-        ahead = sum(not point.resumed for point in state.points[index + 1 :])
+        done = index + 1 - sum(point.resumed for point in points[: index + 1])
+        ahead = sum(not point.resumed for point in points[index + 1 :])
         left = timedelta(seconds=round((time.monotonic() - began) / done * ahead))
-        return f"{name}: complete in {state.points[index].seconds:.1f} s, about {left} left"
+        return f"{name}: complete in {points[index].seconds:.1f} s, about {left} left"
 
     if resumed:
         print(f"{resumed} of {total} points are complete already", file=sys.stderr)
@@ -259,8 +275,8 @@ def _progress(state: Grid, terminal: bool) -> Iterator[Show]:
         task = bar.add_task("", total=total - resumed)
 
         def rich_bar(index: int, fraction: float, error: str) -> None:
-            before = sum(not point.resumed for point in state.points[:index])
-            bar.update(task, completed=before + fraction, description=state.points[index].name)
+            before = sum(not point.resumed for point in points[:index])
+            bar.update(task, completed=before + fraction, description=points[index].name)
             if error:
                 bar.console.print(line(index, fraction, error), markup=False, highlight=False)
 

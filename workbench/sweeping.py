@@ -22,13 +22,23 @@ Out = Annotated[
 ]
 
 
+RESUMED = ("device", "warmups", "windows", "iterations", "seed", "limit_s", "trace")
+"""Options that a resumed sweep takes from its folder; given all the same, they must be equal."""
+
+
 def sweep_command(
+    ctx: typer.Context,
     matrix: Annotated[
         str, typer.Argument(metavar="MATRIX", help="`local`, `reference`, or a YAML file.")
     ] = "local",
     out: Out = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the sweep in --out, or with the latest.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the sweep in --out, or with the latest, with the "
+            "cases and options that it was started with.",
+        ),
     ] = False,
     ranks: Annotated[
         int | None,
@@ -69,7 +79,10 @@ def sweep_command(
     ] = None,
     in_job: Annotated[bool, typer.Option("--in-job", hidden=True)] = False,
 ) -> None:
-    """Measure the cases of a matrix on real ranks, by the published study's protocol.
+    """Measure the cases of a matrix on real ranks, by default with the published study's protocol.
+
+    A case whose slowest window takes more than 1.25 times its median one is measured again, up to
+    three times as the limit allows, and marked `noisy` where it stays so.
 
     * `workbench sweep local` runs on any machine: two ranks on CPU cores, small shapes.
 
@@ -86,6 +99,7 @@ def sweep_command(
     from workbench.bench.job import Protocol, Settings
     from workbench.bench.launch import Launch
     from workbench.bench.matrix import load_matrix
+    from workbench.bench.resume import refuse_other
     from workbench.bench.sweep import open_sweep
     from workbench.notebook import new_run_dir
 
@@ -95,6 +109,9 @@ def sweep_command(
         raise InputError("--beside cannot be measured with --slurm")
     if sbatch and not slurm:
         raise InputError("--sbatch needs --slurm")
+    if beside_env and beside is None:
+        raise InputError("--beside-env needs --beside")
+    environment = tuple(_setting(text) for text in beside_env or ())
     folder = out or (_latest() if resume else new_run_dir("sweep"))
     settings = Settings(
         protocol=Protocol(warmups=warmups, windows=windows, iterations=iterations),
@@ -105,13 +122,26 @@ def sweep_command(
         prefix = ("srun", f"--nodes={nnodes}", "--ntasks-per-node=1", "--cpu-bind=none")
     launch = Launch(nnodes=nnodes, rdzv=rdzv, prefix=prefix, local_addr=local_addr)
     follower = nnodes > 1 and not in_job and not slurm
-    known = (folder / "sweep.json").exists() and (resume or follower)
-    cases = [] if known else load_matrix(matrix)
+    there = _holds_sweep(folder)
+    if resume and not there:
+        raise InputError(f"out={folder} holds no sweep to resume")
+    if beside is not None:
+        if beside.resolve() == folder.resolve():
+            raise InputError(f"beside={beside} must be another folder than --out")
+        if resume and not _holds_sweep(beside) and any(folder.glob("records/*")):
+            raise InputError(f"beside={beside} holds no sweep to resume")
+    known = there and (resume or follower)
+    given = [name for name, value in ctx.params.items()
+             if str(getattr(ctx.get_parameter_source(name), "name", "")) != "DEFAULT"]  # fmt: skip
+    cases = load_matrix(matrix) if not known or "matrix" in given else []
     opened = open_sweep(
-        folder, cases, settings=settings, launch=Launch() if slurm else launch,
+        folder, cases, settings=None if known else settings,
+        launch=Launch() if slurm else launch,
         ranks=10**6 if slurm and ranks is None else ranks,  # the nodes' ranks are found there
-        limit_s=limit_s, resume=resume or follower,
+        limit_s=None if known else limit_s, resume=resume or follower,
     )  # fmt: skip
+    if known:
+        refuse_other(opened, {name: ctx.params[name] for name in RESUMED if name in given})
     if slurm:
         from workbench.bench.slurm import Submission, submit, watch
 
@@ -120,7 +150,7 @@ def sweep_command(
             watch(opened, submit(opened, job), tell)
         _summary(opened)
         return
-    with _told(opened) as tell:
+    with _told(opened, beside) as tell:
         if beside is None:
             from workbench.bench.sweep import run_sweep
 
@@ -128,10 +158,9 @@ def sweep_command(
         else:
             from workbench.bench.interleave import run_pair
 
-            environment = tuple(_setting(text) for text in beside_env or ())
             other = open_sweep(
-                beside, opened.cases, settings=opened.settings, ranks=ranks, limit_s=limit_s,
-                launch=Launch(environment=environment), resume=resume,
+                beside, opened.cases, settings=opened.settings, ranks=ranks,
+                limit_s=opened.limit_s, launch=Launch(environment=environment), resume=resume,
             )  # fmt: skip
             run_pair(opened, other, lambda name, progress: tell(progress, name))
     _summary(opened)
@@ -204,7 +233,7 @@ def bench_sweep() -> dict[str, float | int]:
 
 
 @contextmanager
-def _told(sweep: Any) -> Iterator[Callable[..., None]]:
+def _told(sweep: Any, beside: Path | None = None) -> Iterator[Callable[..., None]]:
     """Progress as it comes; Ctrl-C ends with exit code 130, ranks that do not start with 1."""
     from workbench.bench.sweep import SweepError
 
@@ -219,8 +248,9 @@ def _told(sweep: Any) -> Iterator[Callable[..., None]]:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        print(f"interrupted; workbench sweep --resume --out {sweep.folder.path} goes on from here",
-              file=sys.stderr)  # fmt: skip
+        command = f"workbench sweep --resume --out {sweep.folder.path}"
+        command += "" if beside is None else f" --beside {beside}"
+        print(f"interrupted; {command} goes on from here", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -263,6 +293,10 @@ def _summary(sweep: Any) -> None:
     print(f"{len(sweep.cases) - left} of {len(sweep.cases)} cases measured, {failed} failed")
     if left:
         raise typer.Exit(1)
+
+
+def _holds_sweep(folder: Path) -> bool:
+    return (folder / "sweep.json").exists()
 
 
 def _latest() -> Path:

@@ -86,7 +86,9 @@ def start(matrix: Path, out: Path) -> "subprocess.Popen[str]":
 
 def resumed_well(out: Path, matrix: Path) -> str:
     """Resumes and checks; what the command said on stderr."""
-    command = [*CLI, "sweep", str(matrix), "--out", str(out), "--resume", *SHORT]
+    command = [*CLI, "sweep", str(matrix), "--out", str(out), *SHORT]
+    if (out / "sweep.json").exists():  # it may have ended before it was a sweep
+        command.append("--resume")
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     cases = load_matrix(matrix)

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +23,7 @@ from workbench.bench.launch import Ended, JobRun, Launch, run_jobs
 from workbench.bench.machine import device_label
 from workbench.bench.matrix import check_ranks
 from workbench.bench.own import make_record, read_record, write_record
+from workbench.bench.resume import flat, refuse_other
 from workbench.bench.schema import OwnRecord, parse_json
 from workbench.case import Case
 from workbench.errors import InputError
@@ -87,13 +88,15 @@ def open_sweep(
     settings: Settings | None = None,
     launch: Launch | None = None,
     ranks: int | None = None,
-    limit_s: float = LIMIT_S,
+    limit_s: float | None = None,
     resume: bool = False,
 ) -> Sweep:
     """A new sweep of `cases` in a folder, or with `resume` the one that is there (or a new one).
 
-    Raises InputError, before anything is written, where the cases cannot run on the ranks, the
-    folder has a sweep and is not to be resumed, or its sweep is of another version or other cases.
+    What is given must be as in a sweep that is resumed; what is not is taken from it, the ranks'
+    added environment too. Raises InputError, before anything is written, where it is not, the cases
+    cannot run on the ranks, the folder has a sweep and is not to be resumed, or its sweep is of
+    another version.
     """
     folder, launch = Folder(Path(path)), launch or Launch()
     ranks = default_ranks() * launch.nnodes if ranks is None else ranks
@@ -102,16 +105,21 @@ def open_sweep(
             raise InputError(f"out={path} holds a sweep already; resume it or name another folder")
         found = _read_state(folder)
         known = [case_from(stated) for stated in found["cases"]]
-        if cases and [c.id for c in cases] != [c.id for c in known]:
-            raise InputError(f"out={path} holds a sweep of other cases; name another folder")
         protocol = Protocol(**found["settings"].pop("protocol"))
         kept = Settings(protocol=protocol, **found["settings"])
+        added = tuple(found["environment"].items())
+        sweep = Sweep(folder, known, kept, replace(launch, environment=added), found["limit_s"])
+        given = {} if settings is None else flat(settings)
+        given |= {} if limit_s is None else {"limit_s": limit_s}
+        given |= {"environment": dict(launch.environment)} if launch.environment else {}
+        refuse_other(sweep, given, cases)
         check_ranks(known, ranks, launch.nnodes)
-        return Sweep(folder, known, kept, launch, found["limit_s"])
+        return sweep
     if folder.path.exists() and any(folder.path.rglob("*.record.json")):
         raise InputError(f"out={path} holds records of something else; name another folder")
     if not cases:
         raise InputError(f"out={path} holds no sweep to resume")
+    limit_s = LIMIT_S if limit_s is None else limit_s
     if not limit_s > 0:
         raise InputError(f"limit_s={limit_s} must be positive")
     check_ranks(cases, ranks, launch.nnodes)
@@ -120,6 +128,7 @@ def open_sweep(
         "version": workbench.__version__,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "limit_s": limit_s, "settings": asdict(sweep.settings),
+        "environment": dict(launch.environment),
         "cases": [asdict(case) for case in cases],
     }  # fmt: skip
     write_atomic(folder.state, json.dumps(state, indent=1) + "\n")

@@ -18,6 +18,7 @@ from workbench.bench.launch import Launch
 from workbench.bench.matrix import load_matrix
 from workbench.bench.peaks import measured_cpu
 from workbench.bench.record import export_results, load_table
+from workbench.bench.resume import flat, refuse_other
 from workbench.bench.sweep import Progress, Sweep, open_sweep, run_sweep
 from workbench.errors import InputError
 from workbench.files import write_atomic
@@ -59,16 +60,18 @@ def measure(p: SweepParameters, folder: Path) -> Sweep:
     which gives `out_dir`. Raises InputError for input that is refused, SweepError where ranks do
     not start; cases that fail are records."""
     path = Path(p.sweep_dir) if p.sweep_dir else folder / FOLDER
-    resume = p.resume and (path / "sweep.json").exists()
+    known = p.resume and (path / "sweep.json").exists()
     settings = Settings(
         protocol=Protocol(warmups=p.warmups, windows=p.windows, iterations=p.iterations),
         seed=p.seed, device=p.device,
     )  # fmt: skip
     slurm = p.launcher == "slurm"
     sweep = open_sweep(
-        path, load_matrix(p.matrix), settings=settings, launch=Launch(), resume=resume,
-        ranks=p.ranks or (10**6 if slurm else None), limit_s=p.limit_s,
+        path, load_matrix(p.matrix), settings=None if known else settings, launch=Launch(),
+        ranks=p.ranks or (10**6 if slurm else None), limit_s=p.limit_s, resume=known,
     )  # fmt: skip
+    if known:  # traces are the command's own matter
+        refuse_other(sweep, {k: v for k, v in flat(settings).items() if k != "trace"})
     with _shown(live=not p.out_dir) as tell:
         if slurm:
             from workbench.bench.slurm import Submission, submit, watch
