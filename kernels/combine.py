@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .device import Launch, Target
-from .grouped_gemm import grouped_gemm
-from .memory import Peers, for_experts, rows_at, wide
+from .grouped_gemm import grouped_gemm, product_tiles
+from .memory import Kept, Peers, for_experts, wide
+from .ops import Arguments, Blanks, Cost, Sizes, op
 from .words import Decide
 
 
@@ -34,7 +35,7 @@ def w2_combine_torch(
 
 def w13_dgrad_combine_torch(
     *,
-    arena_B: Tensor,
+    dh1: Kept,
     w13_E2FD: Tensor,
     starts_e: Tensor,
     decision: Tensor,
@@ -42,13 +43,10 @@ def w13_dgrad_combine_torch(
     row_R: Tensor,
     out: Peers,
 ) -> None:
-    """out[rank_R[r], row_R[r]] = dh1_R2F[r] @ w13[expert], dh1 where `decision` says h1 lies."""
+    """out[rank_R[r], row_R[r]] = dh1[r] @ w13[expert], dh1 [R, 2F] where the layer kept h1."""
     words = decision.tolist()
     if words[Decide.OK]:
-        dh1_R2F = rows_at(
-            arena_B, words[Decide.H1_AT], words[Decide.ROWS], w13_E2FD.shape[1], w13_E2FD.dtype
-        )
-        _scatter(dh1_R2F, w13_E2FD, starts_e, words[Decide.ROWS], rank_R, row_R, out)
+        _scatter(dh1.rows(), w13_E2FD, starts_e, words[Decide.ROWS], rank_R, row_R, out)
 
 
 def _scatter(
@@ -70,6 +68,35 @@ def _scatter(
     for_experts(expert, starts_e.tolist())
 
 
+def _w2_examples(blank: Blanks) -> dict[str, Arguments]:
+    s = blank.sizes
+    return {
+        "": {
+            **blank.over_experts(),
+            **blank.route(),
+            "act_RF": blank.act_RF,
+            "w2_EDF": blank.w2_EDF,
+            "out": blank.peers(s.R, s.D),
+        }
+    }
+
+
+def _w2_cost(s: Sizes, _: Arguments) -> Cost:
+    out = s.bytes(s.R, s.D)
+    return Cost(
+        flop=2 * s.R * s.D * s.F,
+        link_bytes=out,
+        hbm_bytes=s.bytes(s.R, s.F) + s.bytes(s.e, s.D, s.F) + out,
+    )
+
+
+@op(
+    twin=w2_combine_torch,
+    examples=_w2_examples,
+    cost=_w2_cost,
+    pushes=(("out", "rank_R"),),
+    tiles=product_tiles,
+)
 def w2_combine(
     target: Target,
     *,
@@ -81,18 +108,47 @@ def w2_combine(
     row_R: Tensor,
     out: Peers,
 ) -> list[Launch]:
-    """As the twin; rows go straight to their owners."""
+    """Launches equivalent to `w2_combine_torch`; rows go straight to their owners."""
     return grouped_gemm(
         target, weights=w2_EDF, weights_NK=True, starts_e=starts_e, decision=decision,
-        when=Decide.OK, rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True,
+        rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True,
         a=act_RF,
     )  # fmt: skip
 
 
+def _w13_examples(blank: Blanks) -> dict[str, Arguments]:
+    s = blank.sizes
+    return {
+        "": {
+            **blank.over_experts(),
+            **blank.route(),
+            "dh1": blank.h1_kept,
+            "w13_E2FD": blank.w13_E2FD,
+            "out": blank.peers(s.R, s.D),
+        }
+    }
+
+
+def _w13_cost(s: Sizes, _: Arguments) -> Cost:
+    out = s.bytes(s.R, s.D)
+    return Cost(
+        flop=4 * s.R * s.D * s.F,
+        link_bytes=out,
+        hbm_bytes=s.bytes(s.R, 2 * s.F) + s.bytes(s.e, 2 * s.F, s.D) + out,
+    )
+
+
+@op(
+    twin=w13_dgrad_combine_torch,
+    examples=_w13_examples,
+    cost=_w13_cost,
+    pushes=(("out", "rank_R"),),
+    tiles=product_tiles,
+)
 def w13_dgrad_combine(
     target: Target,
     *,
-    arena_B: Tensor,
+    dh1: Kept,
     w13_E2FD: Tensor,
     starts_e: Tensor,
     decision: Tensor,
@@ -100,9 +156,8 @@ def w13_dgrad_combine(
     row_R: Tensor,
     out: Peers,
 ) -> list[Launch]:
-    """As the twin; rows go straight to their owners."""
+    """Launches equivalent to `w13_dgrad_combine_torch`; rows go straight to their owners."""
     return grouped_gemm(
         target, weights=w13_E2FD, weights_NK=False, starts_e=starts_e, decision=decision,
-        when=Decide.OK, rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True,
-        arena_B=arena_B, a=Decide.H1_AT,
+        rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True, a=dh1,
     )  # fmt: skip

@@ -1,15 +1,17 @@
 """The planner's decision, on the device: does the call run, and is its layer saved or recomputed.
 
-Legend: P ranks, E experts in all, L layer entries, H header words.
+Legend: P ranks, E experts in all, L layer entries, H header words, O operands kept.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import Launch, Target, pointer, word
+from .device import ALIGNED, Launch, Target, pointer, word
 from .memory import Peers
-from .words import DECIDE_WORDS, TEXT_BYTES, Code, Decide, Head, Peak
+from .ops import Arguments, Blanks, Cost, op
+from .words import DECIDE_WORDS, TEXT_BYTES, Code, Decide, Head, Peak, operand_offset
 
 
 def decide_torch(
@@ -22,10 +24,8 @@ def decide_torch(
     rows_available: int,
     slot_at: int,
     slot_bytes: int,
-    x_row_bytes: int,
-    h1_row_bytes: int,
-    x_scratch_at: int,
-    h1_scratch_at: int,
+    row_bytes_O: Tensor,
+    scratch_at: int,
     saves: bool,
     texts: Peers,
     first_error: Tensor,
@@ -36,12 +36,12 @@ def decide_torch(
 
     The call runs if no header (int64 [P, H]) has a code, all ranks are in the same call, and the
     busiest rank's rows fit its scratch frame; every rank comes to the same conclusion from the
-    same data. The layer is saved if its x (`x_row_bytes` per row) and h1 fit the slot space
-    `slot_at`..`slot_at + slot_bytes` behind what other entries hold; else its rows lie in the
-    scratch frame and backward produces them again. Without `saves` nothing is held. The first
-    error since it was last cleared is copied to `first_error` (int64 [DECIDE_WORDS]), with the
-    text of the rank at fault (`texts`: uint8 [P, TEXT_BYTES]) in `error_text`. `peaks` (int64
-    [PEAK_WORDS]) is raised.
+    same data. The layer is kept if its operands (`row_bytes_O` per row, int64 [O]) fit the slot
+    space `slot_at`..`slot_at + slot_bytes` behind what other entries hold; else they lie at
+    `scratch_at` and backward produces them again. Without `saves` nothing is held. The first error
+    since it was last cleared is copied to `first_error` (int64 [DECIDE_WORDS]), with the text of
+    the rank at fault (`texts`: uint8 [P, TEXT_BYTES]) in `error_text`. `peaks` (int64 [PEAK_WORDS])
+    is raised.
     """
     per_rank = counts_PE.shape[1] // counts_PE.shape[0]
     rows_P = counts_PE.view(len(counts_PE), -1, per_rank).sum((0, 2))
@@ -55,23 +55,19 @@ def decide_torch(
     if code != Code.OK:
         return
     rows = int(rows_P[rank])
-    x_bytes = _aligned(rows * x_row_bytes)
     top = max(slot_at, int(decisions_L[:, Decide.END].max()))
-    end = top + x_bytes + _aligned(rows * h1_row_bytes)
+    end = top + operand_offset(rows, row_bytes_O.tolist())
+    kept = saves and end <= slot_at + slot_bytes
     mine[Decide.OK] = 1
     mine[Decide.ROWS] = rows
-    if saves and end <= slot_at + slot_bytes:
-        mine[Decide.X_AT] = top
-        mine[Decide.H1_AT] = top + x_bytes
+    mine[Decide.BASE] = top if kept else scratch_at
+    if kept:
+        mine[Decide.KEPT] = rows
         mine[Decide.END] = end
-    else:
-        mine[Decide.X_AT] = x_scratch_at
-        mine[Decide.H1_AT] = h1_scratch_at
-        mine[Decide.RECOMPUTE] = int(saves)
     peaks[Peak.ROWS] = max(int(peaks[Peak.ROWS]), rows)
     peaks[Peak.SLOT_BYTES] = max(int(peaks[Peak.SLOT_BYTES]), int(mine[Decide.END]) - slot_at)
     peaks[Peak.SAVED] += int(mine[Decide.END] > 0)
-    peaks[Peak.RECOMPUTED] += int(mine[Decide.RECOMPUTE])
+    peaks[Peak.RECOMPUTED] += int(saves and not kept)
 
 
 def decide_backward_torch(
@@ -117,11 +113,7 @@ def _note(
         error_text.copy_(texts.all_P[who])
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 128) * 128
-
-
-D_OK, D_ROWS, D_RECOMPUTE, D_X_AT, D_H1_AT, D_END, D_CODE, D_RANK, D_A, D_B = (
+D_OK, D_ROWS, D_KEPT, D_BASE, D_END, D_CODE, D_RANK, D_A, D_B = (
     tl.constexpr(int(w)) for w in Decide
 )
 H_CODE, H_A, H_B, H_KIND, H_ENTRY, H_CALL = (tl.constexpr(int(w)) for w in Head)
@@ -194,11 +186,12 @@ def _note_error(mine, code, who, a, b, texts_at, texts_offset, first_error_at, e
 def decide_kernel(
     heads_at, heads_offset, counts_at, decisions_at, texts_at, texts_offset, first_error_at,
     error_text_at, peaks_at, P, per_rank, entries, entry, rank, rows_available, slot_from,
-    slot_bytes, x_row_bytes, h1_row_bytes, x_scratch, h1_scratch,
-    SAVES: tl.constexpr, P_2: tl.constexpr, E_2: tl.constexpr, L_2: tl.constexpr,
-    SOURCES: tl.constexpr,
+    slot_bytes, row_bytes_at, scratch,
+    SAVES: tl.constexpr, OPERANDS: tl.constexpr, P_2: tl.constexpr, E_2: tl.constexpr,
+    L_2: tl.constexpr, SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: 1. counts: int64 [P, P * per_rank]; decisions: int64 [entries, WORDS]; peaks: int64."""
+    """Grid: 1. counts: int64 [P, P * per_rank]; decisions: int64 [entries, WORDS]; peaks:
+    int64; row_bytes: int64 [OPERANDS]."""
     q = tl.arange(0, P_2)
     e = tl.arange(0, E_2)
     source = tl.arange(0, SOURCES)
@@ -230,23 +223,21 @@ def decide_kernel(
     _note_error(mine, code, who, a, b, texts_at, texts_offset, first_error_at, error_text_at)
     if code == C_OK:
         rows = _pick(rows_q, q, rank)
-        x_bytes = (rows * x_row_bytes + 127) // 128 * 128
-        end = top + x_bytes + (rows * h1_row_bytes + 127) // 128 * 128
+        end = top
+        for i in tl.static_range(OPERANDS):
+            end += (rows * word(row_bytes_at, i) + ALIGNED - 1) // ALIGNED * ALIGNED
         held = end * 0
         recompute = end * 0
-        x_from = held + x_scratch
-        h1_from = held + h1_scratch
+        base = held + scratch
         if SAVES:
             fits = end - slot_from <= slot_bytes  # their sum may not fit 32 bits
-            x_from = tl.where(fits, top, x_from)
-            h1_from = tl.where(fits, top + x_bytes, h1_from)
+            base = tl.where(fits, top, base)
             held = tl.where(fits, end, held)
             recompute = tl.where(fits, 0, 1).to(tl.int64)
         tl.store(mine + D_OK, 1)
         tl.store(mine + D_ROWS, rows)
-        tl.store(mine + D_RECOMPUTE, recompute)
-        tl.store(mine + D_X_AT, x_from)
-        tl.store(mine + D_H1_AT, h1_from)
+        tl.store(mine + D_KEPT, tl.where(held > 0, rows, 0))
+        tl.store(mine + D_BASE, base)
         tl.store(mine + D_END, held)
         peaks = pointer(peaks_at, tl.int64)
         tl.store(peaks + P_ROWS, tl.maximum(tl.load(peaks + P_ROWS), rows))
@@ -275,6 +266,27 @@ def release_kernel(decision_at, END: tl.constexpr):
     tl.store(pointer(decision_at, tl.int64) + END, 0)
 
 
+def _decide_examples(blank: Blanks) -> dict[str, Arguments]:
+    s = blank.sizes
+    return {
+        "": {
+            **blank.errors(),
+            "counts_PE": blank.counts_PE,
+            "entry": 2,
+            "rank": 1 % s.ep,
+            "decisions_L": blank.empty(11, DECIDE_WORDS, dtype=torch.int64),
+            "rows_available": 8 * s.R,
+            "slot_at": 1 << 33,
+            "slot_bytes": 1 << 34,
+            "row_bytes_O": blank.x_kept.row_bytes_O,
+            "scratch_at": 1 << 35,
+            "saves": True,
+            "peaks": blank.peaks,
+        }
+    }
+
+
+@op(twin=decide_torch, examples=_decide_examples, cost=lambda s, _: Cost(hbm_bytes=8 * s.ep * s.E))
 def decide(
     target: Target,
     *,
@@ -286,17 +298,15 @@ def decide(
     rows_available: int,
     slot_at: int,
     slot_bytes: int,
-    x_row_bytes: int,
-    h1_row_bytes: int,
-    x_scratch_at: int,
-    h1_scratch_at: int,
+    row_bytes_O: Tensor,
+    scratch_at: int,
     saves: bool,
     texts: Peers,
     first_error: Tensor,
     error_text: Tensor,
     peaks: Tensor,
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `decide_torch`."""
     P, E = counts_PE.shape
     P_2, E_2 = triton.next_power_of_2(P), triton.next_power_of_2(E // P)
     return [Launch(
@@ -307,14 +317,18 @@ def decide(
               "error_text_at": error_text, "peaks_at": peaks, "P": P, "per_rank": E // P,
               "entries": decisions_L.shape[0], "entry": entry, "rank": rank,
               "rows_available": rows_available, "slot_from": slot_at, "slot_bytes": slot_bytes,
-              "x_row_bytes": x_row_bytes, "h1_row_bytes": h1_row_bytes,
-              "x_scratch": x_scratch_at, "h1_scratch": h1_scratch_at},
-        constants={"SAVES": saves, "P_2": P_2, "E_2": E_2,
+              "row_bytes_at": row_bytes_O, "scratch": scratch_at},
+        constants={"SAVES": saves, "OPERANDS": row_bytes_O.shape[0], "P_2": P_2, "E_2": E_2,
                    "L_2": triton.next_power_of_2(decisions_L.shape[0]),
                    "SOURCES": max(1, 4096 // (P_2 * E_2))},
     )]  # fmt: skip
 
 
+@op(
+    twin=decide_backward_torch,
+    examples=lambda blank: {"": {**blank.errors(), "decision": blank.decision}},
+    cost=lambda s, _: Cost(hbm_bytes=8 * s.ep),
+)
 def decide_backward(
     target: Target,
     *,
@@ -324,7 +338,7 @@ def decide_backward(
     first_error: Tensor,
     error_text: Tensor,
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `decide_backward_torch`."""
     P = heads.bases_P.shape[0]
     return [Launch(
         kernel=decide_backward_kernel, grid=1,
@@ -335,7 +349,12 @@ def decide_backward(
     )]  # fmt: skip
 
 
+@op(
+    twin=release_torch,
+    examples=lambda blank: {"": {"decision": blank.decision}},
+    cost=lambda s, _: Cost(hbm_bytes=8),
+)
 def release(target: Target, *, decision: Tensor) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `release_torch`."""
     return [Launch(kernel=release_kernel, grid=1, args={"decision_at": decision},
                    constants={"END": int(Decide.END)})]  # fmt: skip

@@ -18,10 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .memory import Kept
+from .words import ALIGNMENT_BYTES, Decide
+
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1 before Python starts."""
 SPIN_LIMIT = tl.constexpr(1000)
 """Looks at a counter before the interpreter gives up; its producer would have run before."""
+ROWS, BASE = tl.constexpr(int(Decide.ROWS)), tl.constexpr(int(Decide.BASE))
+ALIGNED = tl.constexpr(ALIGNMENT_BYTES)
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int16: tl.int16,
                 torch.int32: tl.int32, torch.int64: tl.int64}  # fmt: skip
 
@@ -117,6 +122,28 @@ def in_16_bytes(*bytes_: int) -> bool:
     return all(b % 16 == 0 for b in bytes_)
 
 
+Operand = Tensor | Kept | None
+
+
+def operand_args(**operands: Operand) -> dict[str, Tensor | None]:
+    """Address arguments of operands, each a tensor, or kept by the layer: `NAME_at`, 0 for a kept
+    one, and `arena_at` and `row_bytes_at`, which those share."""
+    kept = next((o for o in operands.values() if isinstance(o, Kept)), None)
+    return {
+        "arena_at": None if kept is None else kept.arena_B,
+        "row_bytes_at": None if kept is None else kept.row_bytes_O,
+        **{f"{name}_at": o if isinstance(o, Tensor) else None for name, o in operands.items()},
+    }
+
+
+def operand_constants(**operands: Operand) -> dict[str, int]:
+    """`NAME_INDEX` of operands: the place among those that the layer keeps, -1 for a tensor."""
+    return {
+        f"{name.upper()}_INDEX": o.index if isinstance(o, Kept) else -1
+        for name, o in operands.items()
+    }
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -135,6 +162,25 @@ def pointer(at, dtype: tl.constexpr, VECTOR: tl.constexpr = False):
 def word(words_at, index: tl.constexpr):
     """One int64 word, e.g. of a decision."""
     return tl.load(pointer(words_at, tl.int64) + index)
+
+
+@triton.jit
+def operand_at(arena_at, decision_at, row_bytes_at, INDEX: tl.constexpr):
+    """Address of operand INDEX of those that the layer keeps; see memory.Kept."""
+    at = arena_at + word(decision_at, BASE)
+    rows = word(decision_at, ROWS)
+    for i in tl.static_range(INDEX):
+        at += (rows * word(row_bytes_at, i) + ALIGNED - 1) // ALIGNED * ALIGNED
+    return at
+
+
+@triton.jit
+def operand(at, arena_at, decision_at, row_bytes_at, INDEX: tl.constexpr, DTYPE: tl.constexpr,
+            VECTOR: tl.constexpr):  # fmt: skip
+    """A pointer to an operand: at its address, or with INDEX >= 0 where the layer keeps it."""
+    if INDEX >= 0:
+        return pointer(operand_at(arena_at, decision_at, row_bytes_at, INDEX), DTYPE, VECTOR)
+    return pointer(at, DTYPE, VECTOR)
 
 
 @triton.jit

@@ -25,6 +25,9 @@ from .device import (
     cdiv,
     in_16_bytes,
     matmul,
+    operand,
+    operand_args,
+    operand_constants,
     peer_rows,
     pointer,
     rounded,
@@ -32,7 +35,8 @@ from .device import (
     wait,
     word,
 )
-from .memory import Peers
+from .memory import Kept, Peers
+from .ops import Sizes
 from .tasks import GATHER, PRODUCT, Shape, Task, interleaving, task_table
 from .words import Decide
 
@@ -167,9 +171,10 @@ def _product(task, a, b, a_rows, bases_at, offset, rank_at, row_at, out, a_tiles
 
 @triton.jit
 def grouped_gemm_kernel(
-    arena_at, decision_at, a_at, b_at, out_at, bases_at, offset, rank_at, row_at, divisor,
+    arena_at, row_bytes_at, decision_at, a_at, b_at, out_at, bases_at, offset, rank_at, row_at,
+    divisor,
     tasks_at, counts_at, counters_at, first_product, E, N, K,
-    A_WORD: tl.constexpr, OUT_WORD: tl.constexpr, ROWS_WORD: tl.constexpr,
+    A_INDEX: tl.constexpr, OUT_INDEX: tl.constexpr, ROWS_WORD: tl.constexpr,
     GATHERS: tl.constexpr, SCATTER: tl.constexpr, MERGED: tl.constexpr,
     B_NK: tl.constexpr, A_TMA: tl.constexpr, B_TMA: tl.constexpr, VECTOR: tl.constexpr,
     DTYPE: tl.constexpr, ROW: tl.constexpr, RANKED: tl.constexpr,
@@ -179,19 +184,13 @@ def grouped_gemm_kernel(
 ):  # fmt: skip
     """Grid: programs that run at the same time, of which the first GATHERERS gather first.
 
-    a: DTYPE [R, K], at a_at or, with A_WORD >= 0, where that decision word says in the arena; b:
-    DTYPE [E, N, K] if B_NK, else [E, K, N]; out: DTYPE [R, N], found like a, or with SCATTER the
-    peers' buffer at `offset` from bases (int64 [P]); rank: int32 [R], row: ROW [R]. With GATHERS
-    a is filled first, from the peers' buffer. Tasks, counts, counters: as in tasks.py.
+    a: DTYPE [R, K], at a_at or, with A_INDEX >= 0, where the layer keeps that operand; b: DTYPE
+    [E, N, K] if B_NK, else [E, K, N]; out: DTYPE [R, N], found like a, or with SCATTER the peers'
+    buffer at `offset` from bases (int64 [P]); rank: int32 [R], row: ROW [R]. With GATHERS a is
+    filled first, from the peers' buffer. Tasks, counts, counters: as in tasks.py.
     """
-    if A_WORD >= 0:
-        a = pointer(arena_at + word(decision_at, A_WORD), DTYPE, VECTOR)
-    else:
-        a = pointer(a_at, DTYPE, VECTOR)
-    if OUT_WORD >= 0:
-        out = pointer(arena_at + word(decision_at, OUT_WORD), DTYPE, VECTOR)
-    else:
-        out = pointer(out_at, DTYPE, VECTOR)
+    a = operand(a_at, arena_at, decision_at, row_bytes_at, A_INDEX, DTYPE, VECTOR)
+    out = operand(out_at, arena_at, decision_at, row_bytes_at, OUT_INDEX, DTYPE, VECTOR)
     b = pointer(b_at, DTYPE, VECTOR)
     rows = word(decision_at, ROWS_WORD).to(tl.int32)
     counts = pointer(counts_at, tl.int32)
@@ -263,7 +262,7 @@ def grouped_gemm(
     weights_NK: bool,
     starts_e: Tensor,
     decision: Tensor,
-    when: Decide,
+    again: bool = False,
     rows: int,
     peers: Peers,
     rank_R: Tensor | None,
@@ -271,19 +270,18 @@ def grouped_gemm(
     divisor: int = 1,
     gather: bool = False,
     scatter: bool = False,
-    arena_B: Tensor | None = None,
-    a: Tensor | Decide,
-    out: Tensor | Decide | None = None,
+    a: Tensor | Kept,
+    out: Tensor | Kept | None = None,
 ) -> list[Launch]:
     """Launches of a grouped product: its task table, then the product.
 
-    weights: [E, N, K] with weights_NK, else [E, K, N]. `rows`: the most rows. a, out: tensors
-    [R, K], [R, N], or the decision word that says where they lie in the arena.
+    weights: [E, N, K] with weights_NK, else [E, K, N]. `rows`: the most rows. a, out: [R, K],
+    [R, N], tensors or kept by the layer. `again`: only where operands have to be made again.
     """
     E, first, second = weights.shape
     N, K = (first, second) if weights_NK else (second, first)
     dtype, size = weights.dtype, weights.element_size()
-    tensors = [t for t in (a, out, arena_B) if isinstance(t, Tensor)]
+    tensors = [t.arena_B if isinstance(t, Kept) else t for t in (a, out) if t is not None]
     aligned = in_16_bytes(*map(address, tensors), peers.offset)
     pitches = in_16_bytes(K * size, N * size, address(weights))
     a_tma = aligned and in_16_bytes(K * size)
@@ -293,19 +291,17 @@ def grouped_gemm(
     )
     shape = Shape(block=choice.BM, parts=choice.parts, columns=cdiv(N, choice.BN),
                   group=choice.group, merged=target.interprets)  # fmt: skip
-    table = task_table(target, starts_e=starts_e, decision=decision, when=when, rows=rows,
-                       shape=shape)  # fmt: skip
+    table = task_table(target, starts_e=starts_e, decision=decision, again=again,
+                       rows=rows, shape=shape)  # fmt: skip
     args = {
-        "arena_at": arena_B, "decision_at": decision,
-        "a_at": a if isinstance(a, Tensor) else None, "b_at": weights,
-        "out_at": out if isinstance(out, Tensor) else None, "bases_at": peers.bases_P,
+        **operand_args(a=a, out=out), "decision_at": decision, "b_at": weights,
+        "bases_at": peers.bases_P,
         "offset": peers.offset, "rank_at": rank_R, "row_at": row_R, "divisor": divisor,
         "tasks_at": table.tasks, "counts_at": table.counts, "counters_at": table.counters,
         "first_product": table.products_at, "E": E, "N": N, "K": K,
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "A_WORD": -1 if isinstance(a, Tensor) else int(a),
-        "OUT_WORD": int(out) if isinstance(out, Decide) else -1, "ROWS_WORD": int(Decide.ROWS),
+        **operand_constants(a=a, out=out), "ROWS_WORD": int(Decide.ROWS),
         "GATHERS": gather, "SCATTER": scatter, "MERGED": shape.merged, "B_NK": weights_NK,
         "A_TMA": a_tma,
         "B_TMA": b_tma,
@@ -320,6 +316,13 @@ def grouped_gemm(
                      constants=constants, num_warps=choice.warps,
                      num_stages=choice.stages)  # fmt: skip
     return [table.launch, product]
+
+
+def product_tiles(sizes: Sizes, launch: Launch) -> int:
+    """Tiles of a grouped product with balanced rows."""
+    c = launch.constants
+    rows = cdiv(sizes.R // sizes.e, c["BM"])
+    return sizes.e * rows * cdiv(launch.integers["N"], c["BN"])
 
 
 def grouped_gemm_tasks_torch(

@@ -13,6 +13,8 @@ from threading import Barrier
 import torch
 from torch import Tensor
 
+from .words import Decide, operand_offset
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
@@ -54,6 +56,28 @@ class Peers:
         if rank_R is not None and self.all_P.shape[0] > 1:
             place_R = place_R + rank_R[:rows].to(torch.int64) * step
         return table, place_R
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """An operand that a layer keeps for backward: [ROWS, width] of `dtype`, where `decision` (int64
+    [DECIDE_WORDS]) says. `row_bytes_O` (int64 [O], on the device) has the bytes per row of all the
+    layer's operands in order, of which this is number `index`; `arena_B` (uint8) is the rank's own.
+    """
+
+    arena_B: Tensor
+    decision: Tensor
+    row_bytes_O: Tensor
+    index: int
+    width: int
+    dtype: torch.dtype
+
+    def rows(self) -> Tensor:
+        """The operand as a view; reads the decision on the host."""
+        words = self.decision.tolist()
+        before = operand_offset(words[Decide.ROWS], self.row_bytes_O[: self.index].tolist())
+        at = words[Decide.BASE] + before
+        return rows_at(self.arena_B, at, words[Decide.ROWS], self.width, self.dtype)
 
 
 def rows_at(arena_B: Tensor, at: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:

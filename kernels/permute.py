@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .count_sort import count_sort
 from .device import TRITON_DTYPE, Launch, Target, address, cdiv, in_16_bytes, pointer, word
+from .ops import Cost, op
 from .words import Decide
 
 
@@ -106,24 +107,63 @@ def _move(
     )]  # fmt: skip
 
 
+@op(
+    twin=send_order_torch,
+    main=0,
+    examples=lambda blank: {
+        "": {
+            "ids_TK": blank.ids_TK,
+            "decision": blank.decision,
+            "order_N": blank.order_N,
+            "num_experts": blank.sizes.E,
+        }
+    },
+    cost=lambda s, _: Cost(hbm_bytes=12 * s.R),
+)
 def send_order(
     target: Target, *, ids_TK: Tensor, decision: Tensor, order_N: Tensor, num_experts: int
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `send_order_torch`."""
     return count_sort(target, bases_P=_alone(ids_TK), offset=0, N=ids_TK.numel(),
                       keys=num_experts, decision=decision, ok=int(Decide.OK),
                       first=order_N)  # fmt: skip
 
 
+@op(
+    twin=receive_order_torch,
+    main=0,
+    examples=lambda blank: {
+        "": {
+            "rank_R": blank.route()["rank_R"],
+            "decision": blank.decision,
+            "position_R": blank.order_N,
+            "ranks": blank.sizes.ep,
+        }
+    },
+    cost=lambda s, _: Cost(hbm_bytes=12 * s.R),
+)
 def receive_order(
     target: Target, *, rank_R: Tensor, decision: Tensor, position_R: Tensor, ranks: int
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `receive_order_torch`."""
     return count_sort(target, bases_P=_alone(rank_R), offset=0, N=rank_R.shape[0], keys=ranks,
                       decision=decision, ok=int(Decide.OK), rows_word=int(Decide.ROWS),
                       first=position_R, inverse=True)  # fmt: skip
 
 
+@op(
+    twin=pack_torch,
+    examples=lambda blank: {
+        "": {
+            "rows_ND": blank.x_TD,
+            "order_N": blank.order_N,
+            "divisor": blank.sizes.K,
+            "decision": blank.decision,
+            "send_ND": blank.rows_RD,
+        }
+    },
+    cost=lambda s, _: Cost(hbm_bytes=s.bytes(s.T, s.D) + s.bytes(s.R, s.D)),
+)
 def pack(
     target: Target,
     *,
@@ -133,14 +173,26 @@ def pack(
     decision: Tensor,
     send_ND: Tensor,
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `pack_torch`."""
     return _move(target, rows_ND, order_N, divisor, decision, send_ND, False)
 
 
+@op(
+    twin=unpack_torch,
+    examples=lambda blank: {
+        "": {
+            "received_ND": blank.rows_RD,
+            "order_N": blank.order_N,
+            "decision": blank.decision,
+            "out_ND": blank.rows_RD,
+        }
+    },
+    cost=lambda s, _: Cost(hbm_bytes=2 * s.bytes(s.R, s.D)),
+)
 def unpack(
     target: Target, *, received_ND: Tensor, order_N: Tensor, decision: Tensor, out_ND: Tensor
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `unpack_torch`."""
     return _move(target, received_ND, order_N, 1, decision, out_ND, True)
 
 

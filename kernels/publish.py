@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .device import TRITON_DTYPE, Launch, Target, address, cdiv, in_16_bytes, pointer, word
+from .ops import Arguments, Blanks, Cost, op
 from .words import Code, Head
 
 
@@ -146,6 +147,28 @@ def _copy(head: Tensor, source: Tensor, to: Tensor, choice: CopyChoice) -> Launc
     )  # fmt: skip
 
 
+def _examples(blank: Blanks) -> dict[str, Arguments]:
+    s = blank.sizes
+    return {
+        "": {
+            "x_TD": blank.x_TD,
+            "ids_TK": blank.empty(s.T, s.K, dtype=torch.int64),
+            "scores_TK": blank.scores_TK,
+            "x_out_TD": blank.x_TD,
+            "ids_out_TK": blank.ids_TK,
+            "scores_out_TK": blank.scores_TK,
+            "head": blank.head,
+            "num_experts": s.E,
+        }
+    }
+
+
+@op(
+    twin=publish_torch,
+    examples=_examples,
+    main=0,
+    cost=lambda s, _: Cost(hbm_bytes=2 * s.bytes(s.T, s.D) + 20 * s.R),
+)
 def publish(
     target: Target,
     *,
@@ -158,7 +181,7 @@ def publish(
     head: Tensor,
     num_experts: int,
 ) -> list[Launch]:
-    """As the twin; E below 2**24."""
+    """Launches equivalent to `publish_torch`; E below 2**24."""
     T, K = ids_TK.shape
     choice = choose_publish(target, K=K)
     blocks = cdiv(T, choice.BT)
@@ -186,6 +209,11 @@ def publish(
     ]  # fmt: skip
 
 
+@op(
+    twin=publish_grad_torch,
+    examples=lambda blank: {"": {"dy_TD": blank.x_TD, "dy_out_TD": blank.x_TD, "head": blank.head}},
+    cost=lambda s, _: Cost(hbm_bytes=2 * s.bytes(s.T, s.D)),
+)
 def publish_grad(target: Target, *, dy_TD: Tensor, dy_out_TD: Tensor, head: Tensor) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `publish_grad_torch`."""
     return [_copy(head, dy_TD, dy_out_TD, choose_publish(target, K=1))]

@@ -13,6 +13,7 @@ from torch import Tensor
 from .count_sort import count_sort
 from .device import Launch, Target
 from .memory import Peers
+from .ops import Arguments, Blanks, Cost, op
 
 
 def route_table_torch(
@@ -44,6 +45,26 @@ def route_table_torch(
     starts_e[1:] = counts_PE[:, rank * local : (rank + 1) * local].sum(0).cumsum(0)
 
 
+def _examples(blank: Blanks) -> dict[str, Arguments]:
+    s = blank.sizes
+    route = {"rank_R": blank.route()["rank_R"], "slot_R": blank.route()["row_R"]}
+    return {
+        "": {
+            **route,
+            "ids": blank.peers(s.T, s.K, dtype=torch.int32),
+            "rank": 1 % s.ep,
+            "starts_e": blank.starts_e,
+            "counts_PE": blank.counts_PE,
+        }
+    }
+
+
+@op(
+    twin=route_table_torch,
+    examples=_examples,
+    main=0,
+    cost=lambda s, _: Cost(hbm_bytes=4 * s.ep * s.R + 16 * s.R, link_bytes=4 * s.ep * s.R),
+)
 def route_table(
     target: Target,
     *,
@@ -54,7 +75,7 @@ def route_table(
     starts_e: Tensor,
     counts_PE: Tensor,
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `route_table_torch`."""
     local = starts_e.shape[0] - 1
     return count_sort(
         target, bases_P=ids.bases_P, offset=ids.offset, N=ids.all_P[0].numel(),

@@ -23,6 +23,7 @@ from .device import (
     word,
 )
 from .memory import for_experts
+from .ops import Arguments, Blanks, Cost, op
 from .words import Decide
 
 _TOKENS = 256
@@ -118,6 +119,23 @@ def take_dscores_kernel(dscores_at, decision_at, out_at, count, OK: tl.constexpr
     tl.store(pointer(out_at, tl.float32) + i, value, mask=i < count)
 
 
+def _examples(blank: Blanks) -> dict[str, Arguments]:
+    s = blank.sizes
+    return {
+        "": {
+            "rows_TKD": blank.empty(s.T, s.K, s.D),
+            "scores_TK": blank.scores_TK,
+            "decision": blank.decision,
+            "out_TD": blank.x_TD,
+        }
+    }
+
+
+@op(
+    twin=sum_k_torch,
+    examples=_examples,
+    cost=lambda s, _: Cost(hbm_bytes=s.bytes(s.R, s.D) + 4 * s.R + s.bytes(s.T, s.D)),
+)
 def sum_k(
     target: Target,
     *,
@@ -126,7 +144,7 @@ def sum_k(
     decision: Tensor,
     out_TD: Tensor,
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `sum_k_torch`."""
     T, K, D = rows_TKD.shape
     choice = choose_sum_k(target, D=D)
     vector = in_16_bytes(D * rows_TKD.element_size(), D * out_TD.element_size(),
@@ -142,10 +160,17 @@ def sum_k(
     )]  # fmt: skip
 
 
+@op(
+    twin=take_dscores_torch,
+    examples=lambda blank: {
+        "": {"dscores_TK": blank.scores_TK, "decision": blank.decision, "out_TK": blank.scores_TK}
+    },
+    cost=lambda s, _: Cost(hbm_bytes=8 * s.R),
+)
 def take_dscores(
     target: Target, *, dscores_TK: Tensor, decision: Tensor, out_TK: Tensor
 ) -> list[Launch]:
-    """As the twin."""
+    """Launches equivalent to `take_dscores_torch`."""
     count = out_TK.numel()
     return [Launch(
         kernel=take_dscores_kernel, grid=cdiv(count, 1024),

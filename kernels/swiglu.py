@@ -19,28 +19,29 @@ from .device import (
     Launch,
     Target,
     address,
+    cdiv,
     in_16_bytes,
+    operand,
     peer_rows,
     pointer,
     rounded,
     widened,
     word,
 )
-from .memory import Peers, for_experts, rows_at
+from .memory import Kept, Peers, for_experts
+from .ops import Arguments, Blanks, Cost, Sizes, op
 from .words import Decide
 
 _ROWS = 512
 
 
-def swiglu_torch(
-    *, arena_B: Tensor, decision: Tensor, act_RF: Tensor, limit: float | None = None
-) -> None:
-    """act_RF[r] = silu(h1[r, :F]) * h1[r, F:] in FP32; h1_R2F lies where `decision` says."""
+def swiglu_torch(*, h1: Kept, decision: Tensor, act_RF: Tensor, limit: float | None = None) -> None:
+    """act_RF[r] = silu(h1[r, :F]) * h1[r, F:] in FP32; h1 [R, 2F] is kept by the layer."""
     words = decision.tolist()
     if not words[Decide.OK]:
         return
     F = act_RF.shape[1]
-    h1_R2F = rows_at(arena_B, words[Decide.H1_AT], words[Decide.ROWS], 2 * F, act_RF.dtype)
+    h1_R2F = h1.rows()
 
     def block(_: int, start: int, end: int) -> None:
         h1_r2F = h1_R2F[start:end].to(torch.float32, copy=limit is not None)
@@ -54,7 +55,7 @@ def swiglu_torch(
 
 def swiglu_backward_torch(
     *,
-    arena_B: Tensor,
+    h1: Kept,
     decision: Tensor,
     rank_R: Tensor,
     row_R: Tensor,
@@ -71,13 +72,13 @@ def swiglu_backward_torch(
     With s[r] = scores[rank_R[r], row_R[r]] (float32 [P, N, 1]):
     dscores[back_rank_R[r], back_row_R[r]] = sum over F of act * g (float32 [P, N, 1]);
     act_RF[r] = s * act, which W2's gradient wants, as the rows of dy are gathered without their
-    score; h1_R2F[r] = s * g * d act / d h1, in place where `decision` says.
+    score; h1[r] = s * g * d act / d h1, in place.
     """
     words = decision.tolist()
     if not words[Decide.OK]:
         return
     rows, F = words[Decide.ROWS], act_RF.shape[1]
-    h1_R2F = rows_at(arena_B, words[Decide.H1_AT], rows, 2 * F, act_RF.dtype)
+    h1_R2F = h1.rows()
     table_N1, from_R = scores.find(rank_R, row_R, rows)
     back_N1, back_R = dscores.find(back_rank_R, back_row_R, rows)
     s_R1 = table_N1[from_R]
@@ -127,14 +128,14 @@ class RowsChoice:
     programs: int
 
 
-def choose_swiglu(target: Target, *, F: int, clamped: bool) -> RowsChoice:
+def choose_swiglu(target: Target, *, F: int, many_values: bool) -> RowsChoice:
     """Pure. Nothing but loads and stores: as many programs per SM as its registers hold (one less
-    where values are clamped), each with 12 KiB under way."""
+    in backward and where values are clamped), each with 12 KiB under way."""
     if target.interprets:
         return RowsChoice(BR=16, BF=64, warps=4, programs=2)
     BF = min(1024, triton.next_power_of_2(F))
     return RowsChoice(
-        BR=max(1, 2048 // BF), BF=BF, warps=8, programs=(3 if clamped else 4) * target.sms
+        BR=max(1, 2048 // BF), BF=BF, warps=8, programs=(3 if many_values else 4) * target.sms
     )
 
 
@@ -147,14 +148,14 @@ def _clamped(gate, up, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def swiglu_kernel(arena_at, decision_at, act_at, F, OK: tl.constexpr, ROWS_WORD: tl.constexpr,
-                  H1_WORD: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr,
-                  CLAMP: tl.constexpr, LIMIT: tl.constexpr, BR: tl.constexpr,
+def swiglu_kernel(arena_at, row_bytes_at, decision_at, act_at, F, OK: tl.constexpr,
+                  ROWS_WORD: tl.constexpr, H1_INDEX: tl.constexpr, DTYPE: tl.constexpr,
+                  VECTOR: tl.constexpr, CLAMP: tl.constexpr, LIMIT: tl.constexpr, BR: tl.constexpr,
                   BF: tl.constexpr):  # fmt: skip
     """Grid: persistent programs. h1: DTYPE [R, 2F] in the arena; act: DTYPE [R, F]."""
     if word(decision_at, OK) != 0:
         rows = word(decision_at, ROWS_WORD).to(tl.int32)
-        h1 = pointer(arena_at + word(decision_at, H1_WORD), DTYPE, VECTOR)
+        h1 = operand(0, arena_at, decision_at, row_bytes_at, H1_INDEX, DTYPE, VECTOR)
         act = pointer(act_at, DTYPE, VECTOR)
         columns = (F + BF - 1) // BF
         blocks = (rows + BR - 1) // BR * columns
@@ -173,9 +174,9 @@ def swiglu_kernel(arena_at, decision_at, act_at, F, OK: tl.constexpr, ROWS_WORD:
 
 @triton.jit
 def swiglu_backward_kernel(
-    arena_at, decision_at, rank_at, row_at, scores_bases_at, scores_offset, g_at,
+    arena_at, row_bytes_at, decision_at, rank_at, row_at, scores_bases_at, scores_offset, g_at,
     dscores_bases_at, dscores_offset, back_rank_at, back_row_at, act_at, F,
-    OK: tl.constexpr, ROWS_WORD: tl.constexpr, H1_WORD: tl.constexpr, DTYPE: tl.constexpr,
+    OK: tl.constexpr, ROWS_WORD: tl.constexpr, H1_INDEX: tl.constexpr, DTYPE: tl.constexpr,
     ROW: tl.constexpr, BACK_ROW: tl.constexpr, BACK_RANKED: tl.constexpr, VECTOR: tl.constexpr,
     CLAMP: tl.constexpr, LIMIT: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +184,7 @@ def swiglu_backward_kernel(
     [R, F]; scores, dscores: float32 [N, 1] of every peer; ranks int32 [R], rows as given."""
     if word(decision_at, OK) != 0:
         rows = word(decision_at, ROWS_WORD).to(tl.int32)
-        h1 = pointer(arena_at + word(decision_at, H1_WORD), DTYPE, VECTOR)
+        h1 = operand(0, arena_at, decision_at, row_bytes_at, H1_INDEX, DTYPE, VECTOR)
         g_rows = pointer(g_at, DTYPE, VECTOR)
         act_rows = pointer(act_at, DTYPE, VECTOR)
         for i in range(tl.program_id(0), (rows + BR - 1) // BR, tl.num_programs(0)):
@@ -223,27 +224,74 @@ def swiglu_backward_kernel(
             tl.store(pointer(back_at, tl.float32), ds, mask=mine)
 
 
+CLAMP_LIMIT = 7.0
+"""Of the clamped variant in tables."""
+
+
+def _swiglu_examples(blank: Blanks) -> dict[str, Arguments]:
+    plain = {"h1": blank.h1_kept, "decision": blank.decision, "act_RF": blank.act_RF}
+    return {"": plain, "clamped": {**plain, "limit": CLAMP_LIMIT}}
+
+
+def _swiglu_cost(s: Sizes, _: Arguments) -> Cost:
+    return Cost(hbm_bytes=s.bytes(s.R, 3 * s.F))
+
+
+def _swiglu_tiles(s: Sizes, launch: Launch) -> int:
+    c = launch.constants
+    return cdiv(s.R, c["BR"]) * cdiv(s.F, c["BF"])
+
+
+@op(twin=swiglu_torch, examples=_swiglu_examples, cost=_swiglu_cost, tiles=_swiglu_tiles)
 def swiglu(
     target: Target,
     *,
-    arena_B: Tensor,
+    h1: Kept,
     decision: Tensor,
     act_RF: Tensor,
     limit: float | None = None,
 ) -> list[Launch]:
-    """As the twin."""
-    choice, constants = _rows(target, arena_B, act_RF, limit)
+    """Launches equivalent to `swiglu_torch`."""
+    choice, constants = _rows(target, h1, act_RF, limit)
     args: dict[str, int | Tensor | None] = {
-        "arena_at": arena_B, "decision_at": decision, "act_at": act_RF, "F": act_RF.shape[1],
+        "arena_at": h1.arena_B, "row_bytes_at": h1.row_bytes_O, "decision_at": decision,
+        "act_at": act_RF, "F": act_RF.shape[1],
     }  # fmt: skip
     return [Launch(kernel=swiglu_kernel, grid=choice.programs, args=args, constants=constants,
                    num_warps=choice.warps)]  # fmt: skip
 
 
+def _backward_examples(blank: Blanks) -> dict[str, Arguments]:
+    s = blank.sizes
+    plain = {
+        **blank.route(),
+        **blank.route("back_"),
+        "h1": blank.h1_kept,
+        "decision": blank.decision,
+        "act_RF": blank.act_RF,
+        "g_RF": blank.act_RF,
+        "scores": blank.peers(s.R, 1, dtype=torch.float32),
+        "dscores": blank.peers(s.R, 1, dtype=torch.float32),
+    }
+    return {"": plain, "clamped": {**plain, "limit": CLAMP_LIMIT}}
+
+
+def _backward_cost(s: Sizes, _: Arguments) -> Cost:
+    return Cost(hbm_bytes=s.bytes(s.R, 6 * s.F) + 8 * s.R, link_bytes=4 * s.R)
+
+
+@op(
+    twin=swiglu_backward_torch,
+    examples=_backward_examples,
+    cost=_backward_cost,
+    pulls=(("scores", "rank_R"),),
+    pushes=(("dscores", "back_rank_R"),),
+    tiles=lambda s, launch: cdiv(s.R, launch.constants["BR"]),
+)
 def swiglu_backward(
     target: Target,
     *,
-    arena_B: Tensor,
+    h1: Kept,
     decision: Tensor,
     rank_R: Tensor,
     row_R: Tensor,
@@ -255,10 +303,11 @@ def swiglu_backward(
     act_RF: Tensor,
     limit: float | None = None,
 ) -> list[Launch]:
-    """As the twin."""
-    choice, constants = _rows(target, arena_B, act_RF, limit, g_RF)
+    """Launches equivalent to `swiglu_backward_torch`."""
+    choice, constants = _rows(target, h1, act_RF, limit, g_RF)
     args: dict[str, int | Tensor | None] = {
-        "arena_at": arena_B, "decision_at": decision, "rank_at": rank_R, "row_at": row_R,
+        "arena_at": h1.arena_B, "row_bytes_at": h1.row_bytes_O, "decision_at": decision,
+        "rank_at": rank_R, "row_at": row_R,
         "scores_bases_at": scores.bases_P, "scores_offset": scores.offset, "g_at": g_RF,
         "dscores_bases_at": dscores.bases_P, "dscores_offset": dscores.offset,
         "back_rank_at": back_rank_R, "back_row_at": back_row_R, "act_at": act_RF,
@@ -271,13 +320,13 @@ def swiglu_backward(
 
 
 def _rows(
-    target: Target, arena_B: Tensor, act_RF: Tensor, limit: float | None, *others: Tensor
+    target: Target, h1: Kept, act_RF: Tensor, limit: float | None, *others: Tensor
 ) -> tuple[RowsChoice, dict[str, Any]]:
     F = act_RF.shape[1]
-    choice = choose_swiglu(target, F=F, clamped=limit is not None)
-    vector = in_16_bytes(F * act_RF.element_size(), *map(address, (arena_B, act_RF, *others)))
+    choice = choose_swiglu(target, F=F, many_values=bool(others) or limit is not None)
+    vector = in_16_bytes(F * act_RF.element_size(), *map(address, (h1.arena_B, act_RF, *others)))
     return choice, {
-        "OK": int(Decide.OK), "ROWS_WORD": int(Decide.ROWS), "H1_WORD": int(Decide.H1_AT),
+        "OK": int(Decide.OK), "ROWS_WORD": int(Decide.ROWS), "H1_INDEX": h1.index,
         "DTYPE": TRITON_DTYPE[act_RF.dtype], "VECTOR": vector, "CLAMP": limit is not None,
         "LIMIT": 0.0 if limit is None else float(limit), "BR": choice.BR, "BF": choice.BF,
     }  # fmt: skip

@@ -75,16 +75,17 @@ class Shape:
 
 
 def task_table_torch(
-    *, starts_e: Tensor, decision: Tensor, when: Decide, rows: int, shape: Shape
+    *, starts_e: Tensor, decision: Tensor, again: bool, rows: int, shape: Shape
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tasks int32 [table, TASK_WORDS], how many gathers and products there are (int32 [2]; none
-    if the call does not run), and the zeroed counters int32 [tiles]. `rows` is the most rows."""
+    if the call does not run, or with `again` if all rows are kept), and the zeroed counters int32
+    [tiles]. `rows` is the most rows."""
     experts = starts_e.shape[0] - 1
     at = shape.products_at(rows, experts)
     tasks = torch.zeros(shape.table(rows, experts), TASK_WORDS, dtype=torch.int32)
     counters = torch.zeros(shape.tiles(rows, experts), dtype=torch.int32)
     words, starts = decision.tolist(), starts_e.tolist()
-    if not (words[Decide.OK] and words[when]):
+    if not words[Decide.OK] or (again and words[Decide.KEPT] == words[Decide.ROWS]):
         return tasks, torch.zeros(2, dtype=torch.int32), counters
     tiles = [
         (e, row, min(shape.block, starts[e + 1] - row))
@@ -121,7 +122,8 @@ def task_table_torch(
 @triton.jit
 def task_table_kernel(
     starts_at, decision_at, tasks_at, counts_at, counters_at, experts, products,
-    WHEN: tl.constexpr, OK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    AGAIN: tl.constexpr, OK: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr,
     EXPERTS: tl.constexpr, PARTS_2: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +135,9 @@ def task_table_kernel(
     starts = pointer(starts_at, tl.int64)
     counts = pointer(counts_at, tl.int32)
     tl.store(pointer(counters_at, tl.int32) + tile, 0)
-    runs = (word(decision_at, OK) != 0) & (word(decision_at, WHEN) != 0)
+    runs = word(decision_at, OK) != 0
+    if AGAIN:
+        runs &= word(decision_at, KEPT) < word(decision_at, ROWS)
     e = tl.arange(0, EXPERTS)
     start = tl.load(starts + e, mask=e < experts, other=0)
     rows = tl.load(starts + e + 1, mask=e < experts, other=0) - start
@@ -198,9 +202,9 @@ class Table:
 
 
 def task_table(
-    target: Target, *, starts_e: Tensor, decision: Tensor, when: Decide, rows: int, shape: Shape
+    target: Target, *, starts_e: Tensor, decision: Tensor, again: bool, rows: int, shape: Shape
 ) -> Table:
-    """As the twin."""
+    """The table that `task_table_torch` gives, and the launch that fills it."""
     experts, device = starts_e.shape[0] - 1, starts_e.device
     tiles = shape.tiles(rows, experts)
     tasks = torch.empty(shape.table(rows, experts), TASK_WORDS, dtype=torch.int32, device=device)
@@ -213,7 +217,8 @@ def task_table(
         args={"starts_at": starts_e, "decision_at": decision, "tasks_at": tasks,
               "counts_at": counts, "counters_at": counters, "experts": experts,
               "products": at},
-        constants={"WHEN": int(when), "OK": int(Decide.OK), "BLOCK": shape.block,
+        constants={"AGAIN": again, "OK": int(Decide.OK), "KEPT": int(Decide.KEPT),
+                   "ROWS": int(Decide.ROWS), "BLOCK": shape.block,
                    "PARTS": shape.parts, "COLUMNS": shape.columns, "GROUP": shape.group,
                    "MERGED": shape.merged, "EXPERTS": triton.next_power_of_2(experts),
                    "PARTS_2": triton.next_power_of_2(max(shape.parts, 1)),

@@ -19,12 +19,16 @@ from .device import (
     cdiv,
     in_16_bytes,
     matmul,
+    operand,
+    operand_args,
+    operand_constants,
     pointer,
     rounded,
     widened,
     word,
 )
-from .memory import for_experts, rows_at
+from .memory import Kept, for_experts
+from .ops import Arguments, Blanks, Cost, Sizes, op
 from .words import Decide
 
 
@@ -42,8 +46,7 @@ def w2_wgrad_torch(
     dw2_EDF may be float32 whatever the rows are. With `accumulate` the product is added to it,
     rounded once. NaN everywhere where the call does not run: a gradient is never silently wrong.
     """
-    words = decision.tolist()
-    if not words[Decide.OK]:
+    if not decision[Decide.OK]:
         dw2_EDF.fill_(float("nan"))
         return
     _wgrad(dy_RD, act_RF, starts_e, dw2_EDF, accumulate)
@@ -51,24 +54,18 @@ def w2_wgrad_torch(
 
 def w13_wgrad_torch(
     *,
-    arena_B: Tensor,
+    x: Kept,
+    dh1: Kept,
     starts_e: Tensor,
     decision: Tensor,
     dw13_E2FD: Tensor,
-    dtype: torch.dtype | None = None,
     accumulate: bool = False,
 ) -> None:
-    """dw13[expert] = dh1_R2F.T @ x_RD over its rows, both of `dtype` (that of dw13 if None) where
-    `decision` says; else as above."""
-    words = decision.tolist()
-    if not words[Decide.OK]:
+    """dw13[expert] = dh1.T @ x over its rows, of x [R, D] and dh1 [R, 2F]; else as `w2_wgrad`."""
+    if not decision[Decide.OK]:
         dw13_E2FD.fill_(float("nan"))
         return
-    _, width, D = dw13_E2FD.shape
-    rows, dtype = words[Decide.ROWS], dtype or dw13_E2FD.dtype
-    x_RD = rows_at(arena_B, words[Decide.X_AT], rows, D, dtype)
-    dh1_R2F = rows_at(arena_B, words[Decide.H1_AT], rows, width, dtype)
-    _wgrad(dh1_R2F, x_RD, starts_e, dw13_E2FD, accumulate)
+    _wgrad(dh1.rows(), x.rows(), starts_e, dw13_E2FD, accumulate)
 
 
 def _wgrad(a_RM: Tensor, b_RN: Tensor, starts_e: Tensor, out_EMN: Tensor, accumulate: bool) -> None:
@@ -116,27 +113,21 @@ def choose_wgrad(
 
 @triton.jit
 def wgrad_kernel(
-    arena_at, decision_at, a_at, b_at, starts_at, out_at, E, M, N,
-    A_WORD: tl.constexpr, B_WORD: tl.constexpr, OK: tl.constexpr, ROWS_WORD: tl.constexpr,
+    arena_at, row_bytes_at, decision_at, a_at, b_at, starts_at, out_at, E, M, N,
+    A_INDEX: tl.constexpr, B_INDEX: tl.constexpr, OK: tl.constexpr, ROWS_WORD: tl.constexpr,
     A_TMA: tl.constexpr, B_TMA: tl.constexpr, VECTOR: tl.constexpr, DTYPE: tl.constexpr,
     OUT: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """Grid: persistent programs over the tiles of all experts.
 
-    a: DTYPE [R, M], b: DTYPE [R, N], each at its address or, with its WORD >= 0, where that
-    decision word says in the arena; starts: int64 [E + 1]; out: OUT [E, M, N].
+    a: DTYPE [R, M], b: DTYPE [R, N], each at its address or, with its INDEX >= 0, where the layer
+    keeps that operand; starts: int64 [E + 1]; out: OUT [E, M, N].
     """
     runs = word(decision_at, OK) != 0
     rows = tl.where(runs, word(decision_at, ROWS_WORD), 0).to(tl.int32)
-    if A_WORD >= 0:
-        a = pointer(arena_at + word(decision_at, A_WORD), DTYPE, VECTOR)
-    else:
-        a = pointer(a_at, DTYPE, VECTOR)
-    if B_WORD >= 0:
-        b = pointer(arena_at + word(decision_at, B_WORD), DTYPE, VECTOR)
-    else:
-        b = pointer(b_at, DTYPE, VECTOR)
+    a = operand(a_at, arena_at, decision_at, row_bytes_at, A_INDEX, DTYPE, VECTOR)
+    b = operand(b_at, arena_at, decision_at, row_bytes_at, B_INDEX, DTYPE, VECTOR)
     out = pointer(out_at, OUT, VECTOR)
     starts = pointer(starts_at, tl.int64)
     # A descriptor of no rows is not a descriptor; it is never read.
@@ -195,9 +186,8 @@ def wgrad_kernel(
 def _launch(
     target: Target,
     *,
-    arena_B: Tensor | None,
-    a: Tensor | Decide,
-    b: Tensor | Decide,
+    a: Tensor | Kept,
+    b: Tensor | Kept,
     dtype: torch.dtype,
     starts_e: Tensor,
     decision: Tensor,
@@ -205,21 +195,18 @@ def _launch(
     accumulate: bool,
 ) -> list[Launch]:
     E, M, N = out_EMN.shape
-    tensors = [t for t in (a, b, arena_B) if isinstance(t, Tensor)]
+    tensors = [t.arena_B if isinstance(t, Kept) else t for t in (a, b)]
     aligned = in_16_bytes(*map(address, tensors))
     choice = choose_wgrad(
         target, M=M, N=N, itemsize=dtype.itemsize, accumulate=accumulate,
         tma=aligned and in_16_bytes(M * dtype.itemsize, N * dtype.itemsize),
     )  # fmt: skip
     args = {
-        "arena_at": arena_B, "decision_at": decision,
-        "a_at": a if isinstance(a, Tensor) else None,
-        "b_at": b if isinstance(b, Tensor) else None,
+        **operand_args(a=a, b=b), "decision_at": decision,
         "starts_at": starts_e, "out_at": out_EMN, "E": E, "M": M, "N": N,
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "A_WORD": -1 if isinstance(a, Tensor) else int(a),
-        "B_WORD": -1 if isinstance(b, Tensor) else int(b),
+        **operand_constants(a=a, b=b),
         "OK": int(Decide.OK), "ROWS_WORD": int(Decide.ROWS),
         "A_TMA": aligned and in_16_bytes(M * dtype.itemsize),
         "B_TMA": aligned and in_16_bytes(N * dtype.itemsize),
@@ -234,6 +221,32 @@ def _launch(
                    num_warps=choice.warps, num_stages=choice.stages)]  # fmt: skip
 
 
+def wgrad_tiles(sizes: Sizes, launch: Launch) -> int:
+    """Tiles of the gradients of all experts."""
+    args, c = launch.integers, launch.constants
+    return args["E"] * cdiv(args["M"], c["BM"]) * cdiv(args["N"], c["BN"])
+
+
+def _w2_examples(blank: Blanks) -> dict[str, Arguments]:
+    s = blank.sizes
+    plain = {
+        **blank.over_experts(),
+        "dy_RD": blank.rows_RD,
+        "act_RF": blank.act_RF,
+        "dw2_EDF": blank.w2_EDF,
+    }
+    wide = blank.empty(s.e, s.D, s.F, dtype=torch.float32)
+    return {"": plain, "FP32, accumulating": {**plain, "dw2_EDF": wide, "accumulate": True}}
+
+
+def _w2_cost(s: Sizes, arguments: Arguments) -> Cost:
+    dw2 = arguments["dw2_EDF"]
+    written = dw2.numel() * dw2.element_size() * (2 if arguments.get("accumulate") else 1)
+    rows = s.bytes(s.R, s.D) + s.bytes(s.R, s.F)
+    return Cost(flop=2 * s.R * s.D * s.F, hbm_bytes=rows + written)
+
+
+@op(twin=w2_wgrad_torch, examples=_w2_examples, cost=_w2_cost, tiles=wgrad_tiles)
 def w2_wgrad(
     target: Target,
     *,
@@ -244,22 +257,38 @@ def w2_wgrad(
     dw2_EDF: Tensor,
     accumulate: bool = False,
 ) -> list[Launch]:
-    """As the twin."""
-    return _launch(target, arena_B=None, a=dy_RD, b=act_RF, dtype=dy_RD.dtype, starts_e=starts_e,
+    """Launches equivalent to `w2_wgrad_torch`."""
+    return _launch(target, a=dy_RD, b=act_RF, dtype=dy_RD.dtype, starts_e=starts_e,
                    decision=decision, out_EMN=dw2_EDF, accumulate=accumulate)  # fmt: skip
 
 
+def _w13_examples(blank: Blanks) -> dict[str, Arguments]:
+    return {
+        "": {
+            **blank.over_experts(),
+            "x": blank.x_kept,
+            "dh1": blank.h1_kept,
+            "dw13_E2FD": blank.w13_E2FD,
+        }
+    }
+
+
+def _w13_cost(s: Sizes, _: Arguments) -> Cost:
+    rows = s.bytes(s.R, s.D) + s.bytes(s.R, 2 * s.F)
+    return Cost(flop=4 * s.R * s.D * s.F, hbm_bytes=rows + s.bytes(s.e, 2 * s.F, s.D))
+
+
+@op(twin=w13_wgrad_torch, examples=_w13_examples, cost=_w13_cost, tiles=wgrad_tiles)
 def w13_wgrad(
     target: Target,
     *,
-    arena_B: Tensor,
+    x: Kept,
+    dh1: Kept,
     starts_e: Tensor,
     decision: Tensor,
     dw13_E2FD: Tensor,
-    dtype: torch.dtype | None = None,
     accumulate: bool = False,
 ) -> list[Launch]:
-    """As the twin."""
-    return _launch(target, arena_B=arena_B, a=Decide.H1_AT, b=Decide.X_AT,
-                   dtype=dtype or dw13_E2FD.dtype, starts_e=starts_e, decision=decision,
+    """Launches equivalent to `w13_wgrad_torch`."""
+    return _launch(target, a=dh1, b=x, dtype=x.dtype, starts_e=starts_e, decision=decision,
                    out_EMN=dw13_E2FD, accumulate=accumulate)  # fmt: skip

@@ -4,6 +4,7 @@ A header lies in symmetric memory, one per rank: what the rank says about the ca
 decision is local: what a rank concluded from everyone's header and ids, one per saved layer.
 """
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -54,23 +55,37 @@ class Decide(IntEnum):
     """1 if the call runs, 0 if every op of it is a no-op."""
     ROWS = 1
     """Rows received."""
-    RECOMPUTE = 2
-    """1 if backward must produce x and h1 again."""
-    X_AT = 3
-    """Byte offset in the own arena of the gathered rows x_RD."""
-    H1_AT = 4
-    """Byte offset in the own arena of the gate and up output h1_R2F."""
-    END = 5
+    KEPT = 2
+    """Of these, the rows whose operands are kept for backward: all, or none, which then produces
+    them again."""
+    BASE = 3
+    """Byte offset in the rank's arena of the first operand; the others lie behind it, each aligned
+    (see `operand_offset`)."""
+    END = 4
     """Byte behind the slot space that is held, 0 if none is."""
-    CODE = 6
+    CODE = 5
     """The `Code` that all ranks agree on: that of the lowest rank that has one."""
-    RANK = 7
+    RANK = 6
     """The rank whose code it is."""
-    A = 8
-    B = 9
+    A = 7
+    B = 8
 
 
 DECIDE_WORDS = 16
+
+ALIGNMENT_BYTES = 128
+"""Every region of an arena, and every operand of a layer, starts at a multiple of this."""
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to whole ALIGNMENT_BYTES."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def operand_offset(rows: int, row_bytes: Iterable[int]) -> int:
+    """Bytes that operands of `row_bytes` per row take for `rows` rows, one behind the other: where
+    the next one starts, counted from the first."""
+    return sum(aligned(rows * each) for each in row_bytes)
 
 
 class Peak(IntEnum):

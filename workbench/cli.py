@@ -347,7 +347,7 @@ def kernels_command(
 
     from workbench.bench.kernel_table import kernel_rows
     from workbench.kernels.aot import TARGETS
-    from workbench.kernels.catalogue import Sizes
+    from workbench.kernels.ops import Sizes
 
     for name, value in (("T", T), ("D", D), ("F", F), ("E", E), ("K", K), ("ep", ep)):
         if value < 1:

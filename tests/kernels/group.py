@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from workbench.kernels.device import INTERPRET, target_of
-from workbench.kernels.memory import Peers
+from workbench.kernels.memory import Kept, Peers
 from workbench.kernels.words import DECIDE_WORDS, Decide
 
 DEVICE = torch.device("cpu" if INTERPRET.value else "cuda")
@@ -76,6 +76,16 @@ def decided(rows: int, **words: int) -> Tensor:
     for name, value in words.items():
         decision[Decide[name]] = value
     return decision
+
+
+def keeps(arena_B: Tensor, decision: Tensor, dtype: torch.dtype, *widths: int) -> list[Kept]:
+    """Operands of these widths, one behind the other from the decision's BASE on."""
+    row_bytes_O = torch.tensor([width * dtype.itemsize for width in widths])
+    return [
+        Kept(arena_B=arena_B, decision=decision, row_bytes_O=row_bytes_O, index=i, width=width,
+             dtype=dtype)
+        for i, width in enumerate(widths)
+    ]  # fmt: skip
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:

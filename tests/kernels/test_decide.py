@@ -53,9 +53,8 @@ def both(heads, texts, counts, state, **given):
     for how in ("kernel", "twin"):
         mine = {name: value.clone() for name, value in state.items()}
         arguments = {"heads": heads, "texts": texts, "counts_PE": counts, **mine, "entry": 2,
-                     "slot_at": 4096, "x_row_bytes": 66, "h1_row_bytes": 38,
-                     "x_scratch_at": 1 << 33, "h1_scratch_at": (1 << 33) + 128,
-                     **given}  # fmt: skip
+                     "slot_at": 4096, "row_bytes_O": torch.tensor([66, 38, 7]),
+                     "scratch_at": 1 << 33, **given}  # fmt: skip
         if how == "kernel":
             run(decide(TARGET, **arguments))
         else:
@@ -80,9 +79,15 @@ def test_saved_or_recomputed(P, E, saves, slot_bytes):
         assert decision[Decide.ROWS] == int(counts[:, rank * per : (rank + 1) * per].sum())
         kept = slot_bytes == 1 << 20 and saves
         assert (decision[Decide.END] > 0) == kept or slot_bytes == 1 << 15
-        assert decision[Decide.RECOMPUTE] == int(saves and not decision[Decide.END])
-        if not decision[Decide.END]:
-            assert decision[Decide.X_AT] == 1 << 33
+        held = decision[Decide.END] > 0
+        assert decision[Decide.KEPT] == (decision[Decide.ROWS] if held else 0)
+        if held:
+            before = max(4096, *state["decisions_L"][:2, Decide.END].tolist())
+            sizes = [-(-decision[Decide.ROWS] * each // 128) * 128 for each in (66, 38, 7)]
+            assert decision[Decide.BASE] == before
+            assert decision[Decide.END] == before + sum(sizes)
+        else:
+            assert decision[Decide.BASE] == 1 << 33
 
 
 @pytest.mark.parametrize("slot_at", [1_572_864_000, (1 << 31) - 128, 1 << 33])
@@ -93,8 +98,8 @@ def test_slots_that_end_beyond_32_bits(slot_at, slot_bytes):
     left = both(heads, texts, counts, state, rank=0, rows_available=10**6, saves=True,
                 slot_at=slot_at, slot_bytes=slot_bytes)  # fmt: skip
     words = left["decisions_L"][2].tolist()
-    assert words[Decide.X_AT] == slot_at
-    assert words[Decide.RECOMPUTE] == 0
+    assert words[Decide.BASE] == slot_at
+    assert words[Decide.KEPT] == words[Decide.ROWS]
 
 
 def test_overflow_names_the_first_busiest_rank():

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from group import LIMIT, TARGET, decided, normal
+from group import LIMIT, TARGET, decided, keeps, normal
 from workbench.kernels.count_sort import count_kernel, place_kernel, prefix_kernel, starts_kernel
 from workbench.kernels.device import Launch, run
 from workbench.kernels.grouped_gemm import grouped_gemm
@@ -18,7 +18,7 @@ from workbench.kernels.publish import publish
 from workbench.kernels.sum_k import sum_k, take_dscores
 from workbench.kernels.swiglu import swiglu, swiglu_backward
 from workbench.kernels.wgrad import w2_wgrad, w13_wgrad
-from workbench.kernels.words import HEAD_WORDS, Code, Decide, Head
+from workbench.kernels.words import HEAD_WORDS, Code, Head
 
 BF16, FP32, I64, I32 = torch.bfloat16, torch.float32, torch.int64, torch.int32
 FAR = 1 << 31
@@ -75,7 +75,9 @@ def test_swiglu():
     arena_B, act = far(at + rows * 2 * F * 2, dtype=torch.uint8), far(rows, F)
     h1 = arena_B[at:].view(BF16).view(rows, 2 * F)
     h1[-5:] = normal(5, 2 * F, dtype=BF16)
-    (launch,) = swiglu(TARGET, arena_B=arena_B, decision=decided(rows, H1_AT=at), act_RF=act)
+    decision = decided(rows, BASE=at)
+    (kept,) = keeps(arena_B, decision, BF16, 2 * F)
+    (launch,) = swiglu(TARGET, h1=kept, decision=decision, act_RF=act)
     last_block(launch, rows)
     same(act[-5:], parts(h1[-5:])[0])
 
@@ -91,8 +93,10 @@ def test_swiglu_backward():
     row_R[-5:] = torch.arange(30, 35, dtype=I32)
     scores, dscores = normal(N, 1, dtype=FP32, seed=2), torch.zeros(N, 1)
     s = scores[30:35].double()
+    decision = decided(rows, BASE=at)
+    (kept,) = keeps(arena_B, decision, BF16, 2 * F)
     (launch,) = swiglu_backward(
-        TARGET, arena_B=arena_B, decision=decided(rows, H1_AT=at), rank_R=rank_R, row_R=row_R,
+        TARGET, h1=kept, decision=decision, rank_R=rank_R, row_R=row_R,
         scores=near(scores), g_RF=g, dscores=near(dscores), back_rank_R=rank_R, back_row_R=row_R,
         act_RF=act)  # fmt: skip
     last_block(launch, rows)
@@ -192,14 +196,16 @@ def test_wgrads(M, which):
 
 def test_wgrad_far_into_an_arena():
     M, N, few = 64, 40, 5
-    x_at, h1_at = 3 << 32, 1 << 33
-    arena_B = far(x_at + few * N * 2, dtype=torch.uint8)
+    x_at = 3 << 32
+    decision = decided(few, BASE=x_at)
+    arena_B = far(x_at + 512 + few * M * 2, dtype=torch.uint8)
+    x_kept, dh1_kept = keeps(arena_B, decision, BF16, N, M)
     x, dh1 = normal(few, N, dtype=BF16), normal(few, M, dtype=BF16, seed=1)
-    arena_B[x_at:].view(BF16).view(few, N).copy_(x)
-    arena_B[h1_at : h1_at + few * M * 2].view(BF16).view(few, M).copy_(dh1)
+    arena_B[x_at:].view(BF16)[: few * N].view(few, N).copy_(x)
+    arena_B[x_at + 512 :].view(BF16).view(few, M).copy_(dh1)  # 400 bytes of x up to 128s
     out = torch.zeros(1, M, N, dtype=BF16)
-    run(w13_wgrad(TARGET, arena_B=arena_B, starts_e=torch.tensor([0, few]), dw13_E2FD=out,
-                  decision=decided(few, X_AT=x_at, H1_AT=h1_at)))  # fmt: skip
+    run(w13_wgrad(TARGET, x=x_kept, dh1=dh1_kept, starts_e=torch.tensor([0, few]), dw13_E2FD=out,
+                  decision=decision))  # fmt: skip
     same(out[0], dh1.double().T @ x.double())
 
 
@@ -259,7 +265,7 @@ def test_rows_and_experts_beyond_2_to_31_elements(K, weights_NK):
     small = weights[:1]
     _, launch = grouped_gemm(
         TARGET, weights=small, weights_NK=weights_NK, starts_e=torch.tensor([0, 5]),
-        decision=decided(row + 64), when=Decide.OK, rows=64, peers=nobody, rank_R=None,
+        decision=decided(row + 64), rows=64, peers=nobody, rank_R=None,
         row_R=torch.zeros(1, dtype=I32), a=a, out=out)  # fmt: skip
     columns = -(-N // 64)
     for column in range(columns):
@@ -282,7 +288,7 @@ def test_gathered_rows_beyond_2_to_31_elements():
     peers = Peers(all_P=source[None], bases_P=torch.tensor([source.data_ptr()]), offset=0)
     _, launch = grouped_gemm(
         TARGET, weights=torch.eye(D, dtype=BF16)[None], weights_NK=True,
-        starts_e=torch.tensor([0, 5]), decision=decided(row + 64), when=Decide.OK, rows=64,
+        starts_e=torch.tensor([0, 5]), decision=decided(row + 64), rows=64,
         peers=peers, rank_R=None, row_R=row_R, gather=True, a=a, out=out)  # fmt: skip
     launch.args["tasks_at"][0] = torch.tensor([0, 0, row, 5, 0, -1, 0, 0])
     launch.args["tasks_at"][1] = torch.tensor([1, 0, row, 5, 0, 0, 1, -1])
@@ -305,7 +311,7 @@ def test_peers_rows_beyond_2_to_31_elements():
     a, out = torch.zeros(rows, D, dtype=BF16), torch.zeros(rows, D, dtype=BF16)
     weights = torch.eye(D, dtype=BF16)[None]
     given = {"weights": weights, "weights_NK": True, "starts_e": torch.tensor([0, rows]),
-             "decision": decided(rows), "when": Decide.OK, "rows": 64, "peers": peers,
+             "decision": decided(rows), "again": False, "rows": 64, "peers": peers,
              "rank_R": None, "row_R": place}  # fmt: skip
     run(grouped_gemm(TARGET, **given, gather=True, a=a, out=out))
     assert torch.equal(a, peers_all[0, -rows:])

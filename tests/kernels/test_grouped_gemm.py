@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from group import ROWS, TARGET, Group, close, decided, expert_of, normal, routed
+from group import ROWS, TARGET, Group, close, decided, expert_of, keeps, normal, routed
 from workbench.kernels.combine import (
     w2_combine,
     w2_combine_torch,
@@ -10,10 +10,13 @@ from workbench.kernels.combine import (
     w13_dgrad_combine_torch,
 )
 from workbench.kernels.device import run
-from workbench.kernels.dispatch_w13 import dispatch_w13, dispatch_w13_torch
+from workbench.kernels.dispatch import (
+    dispatch_w13,
+    dispatch_w13_torch,
+    w2_dgrad,
+    w2_dgrad_torch,
+)
 from workbench.kernels.memory import rows_at
-from workbench.kernels.w2_dgrad import w2_dgrad, w2_dgrad_torch
-from workbench.kernels.words import Decide
 
 pytestmark = pytest.mark.values
 
@@ -44,18 +47,21 @@ def test_dispatch_w13(rows, D, F, dtype):
     for name in ("x", "h1"):
         group.place(total + 9, D if name == "x" else 2 * F, dtype=dtype)
     x_at = -(-T * D * dtype.itemsize // 128) * 128
-    h1_at = x_at + -(-(total + 9) * D * dtype.itemsize // 128) * 128
-    decision = decided(total, X_AT=x_at, H1_AT=h1_at, RECOMPUTE=1)
+    h1_at = x_at + -(-total * D * dtype.itemsize // 128) * 128
+    decision = decided(total, BASE=x_at)
+    x_kept, h1 = keeps(group.arenas_PB[1], decision, dtype, D, 2 * F)
+    # Nothing was kept, so rows are made again; for no rows there is nothing to make.
     given = {"x": x, **route, "divisor": K, "w13_E2FD": w13, "decision": decision,
-             "arena_B": group.arenas_PB[1], "when": Decide.RECOMPUTE}  # fmt: skip
+             "x_kept": x_kept, "h1": h1, "again": True}  # fmt: skip
     before = group.arenas_PB.clone()
     run(dispatch_w13(TARGET, **given))
     found_x = rows_at(group.arenas_PB[1], x_at, total, D, dtype).clone()
     found_h1 = rows_at(group.arenas_PB[1], h1_at, total, 2 * F, dtype).clone()
     assert torch.equal(group.arenas_PB[0], before[0])
-    for at, width in ((x_at, D), (h1_at, 2 * F)):
-        tail = rows_at(group.arenas_PB[1], at, total + 9, width, dtype)[total:]
-        assert torch.isnan(tail).all(), "rows beyond those received were written"
+    tail = rows_at(group.arenas_PB[1], h1_at, total + 9, 2 * F, dtype)[total:]
+    assert torch.isnan(tail).all(), "rows beyond those received were written"
+    gap = group.arenas_PB[1, x_at + total * D * dtype.itemsize : h1_at]
+    assert (gap == 0xFF).all(), "rows beyond those received were written"
     source = x.all_P[route["rank_R"][:total].long(), route["row_R"][:total].long() // K]
     assert torch.equal(found_x, source)
     exact = torch.einsum("rd,rfd->rf", source.double(), w13.double()[expert_of(rows)])
@@ -103,12 +109,14 @@ def test_combine(rows, D, F, dtype, ranked):
     h1_at = -(-160 * D * dtype.itemsize // 128) * 128
     rows_at(group.arenas_PB[0], h1_at, total, 2 * F, dtype).copy_(h1)
     place = (route["rank_R"][:total].long() if ranked else 0, route["row_R"][:total].long())
-    common = {**route, "decision": decided(total, H1_AT=h1_at), "out": out}
+    decision = decided(total, BASE=h1_at)
+    (dh1,) = keeps(group.arenas_PB[0], decision, dtype, 2 * F)
+    common = {**route, "decision": decision, "out": out}
     for kernel, twin, given, exact in (
         (w2_combine, w2_combine_torch, {"act_RF": act, "w2_EDF": w2},
          torch.einsum("rf,rdf->rd", act[:total].double(), w2.double()[expert_of(rows)])),
         (w13_dgrad_combine, w13_dgrad_combine_torch,
-         {"arena_B": group.arenas_PB[0], "w13_E2FD": w13},
+         {"dh1": dh1, "w13_E2FD": w13},
          torch.einsum("rf,rfd->rd", h1.double(), w13.double()[expert_of(rows)])),
     ):  # fmt: skip
         out.all_P.fill_(float("nan"))
@@ -122,13 +130,14 @@ def test_combine(rows, D, F, dtype, ranked):
         close(found[place], out.all_P[place], dtype)
 
 
-@pytest.mark.parametrize("why", ["not OK", "not asked for"])
+@pytest.mark.parametrize("why", ["not OK", "kept"])
 def test_nothing_is_written_where_the_call_does_not_run(why):
     rows, D, F, dtype = ROWS["tails"], *SHAPES["tma"]
     group, total, route, w13, _ = setup(rows, D, F, dtype, 60)
     x = group.place(60, D, dtype=dtype)
-    decision = decided(total) if why == "not asked for" else decided(total, OK=0, RECOMPUTE=1)
+    decision = decided(total, KEPT=total) if why == "kept" else decided(total, OK=0)
+    x_kept, h1 = keeps(group.arenas_PB[0], decision, dtype, D, 2 * F)
     before = group.arenas_PB.clone()
     run(dispatch_w13(TARGET, x=x, **route, divisor=1, w13_E2FD=w13, decision=decision,
-                     arena_B=group.arenas_PB[0], when=Decide.RECOMPUTE))  # fmt: skip
+                     x_kept=x_kept, h1=h1, again=True))  # fmt: skip
     assert torch.equal(group.arenas_PB, before)

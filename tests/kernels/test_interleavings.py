@@ -12,7 +12,6 @@ from workbench.kernels.aot import TARGETS
 from workbench.kernels.device import INTERPRETER, cdiv
 from workbench.kernels.grouped_gemm import choose_grouped_gemm, grouped_gemm_tasks_torch
 from workbench.kernels.tasks import GATHER, PRODUCT, Shape, Task, task_table_torch
-from workbench.kernels.words import Decide
 
 ROWS = [7, 0, 40, 33, 1]
 D, N = 24, 48
@@ -22,7 +21,7 @@ SHAPE = Shape(block=16, parts=3, columns=3, group=2, merged=False)
 def table(shape=SHAPE, rows=ROWS):
     starts_e = torch.tensor([0, *rows]).cumsum(0)
     tasks, (gathers, products), _ = task_table_torch(
-        starts_e=starts_e, decision=decided(sum(rows)), when=Decide.OK, rows=512,
+        starts_e=starts_e, decision=decided(sum(rows)), again=False, rows=512,
         shape=shape)  # fmt: skip
     at = shape.products_at(512, len(rows))
     return torch.cat([tasks[:gathers], tasks[at : at + products]])

@@ -9,7 +9,6 @@ from group import TARGET, Group, decided, normal, routed
 from workbench.kernels.device import run
 from workbench.kernels.grouped_gemm import grouped_gemm
 from workbench.kernels.tasks import Shape, Task, task_table
-from workbench.kernels.words import Decide
 
 BF16 = torch.bfloat16
 
@@ -24,7 +23,7 @@ def gathered(rows, D=40, N=72):
     weights = normal(len(rows), N, D, dtype=BF16, seed=1)
     route = routed(rows, 2, 160, seed=3)
     return x, a, out, grouped_gemm(
-        TARGET, weights=weights, weights_NK=True, decision=decided(total), when=Decide.OK,
+        TARGET, weights=weights, weights_NK=True, decision=decided(total), again=False,
         rows=200, peers=x, gather=True, a=a, out=out, **route)  # fmt: skip
 
 
@@ -68,7 +67,7 @@ def test_lists_by_role_as_on_a_gpu_give_equal_bits(early, programs, gather):
     shape = Shape(block=64, parts=2 if gather else 0, columns=2, group=2, merged=False)
     starts_e = torch.tensor([0, *rows]).cumsum(0)
     table = task_table(TARGET, starts_e=starts_e, decision=decided(sum(rows)),
-                       when=Decide.OK, rows=200, shape=shape)  # fmt: skip
+                       again=False, rows=200, shape=shape)  # fmt: skip
     launch = launches[1]
     launch = replace(
         launch, grid=workers,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from group import LIMIT, ROWS, TARGET, Group, close, decided, normal, routed
+from group import LIMIT, ROWS, TARGET, Group, close, decided, keeps, normal, routed
 from workbench.kernels.device import run
 from workbench.kernels.swiglu import (
     swiglu,
@@ -39,8 +39,9 @@ def test_forward(total, limit, dtype):
     F = 72 if dtype == torch.bfloat16 else 19
     h1 = normal(total, 2 * F, dtype=dtype)
     acts = [torch.full((total + 5, F), float("nan"), dtype=dtype) for _ in range(2)]
-    given = {"arena_B": h1.flatten().view(torch.uint8), "decision": decided(total),
-             "limit": limit}  # fmt: skip
+    decision = decided(total)
+    (h1_kept,) = keeps(h1.flatten().view(torch.uint8), decision, dtype, 2 * F)
+    given = {"h1": h1_kept, "decision": decision, "limit": limit}
     run(swiglu(TARGET, act_RF=acts[0], **given))
     swiglu_torch(act_RF=acts[1], **given)
     close(acts[0][:total], exactly(h1, acts[0][:total], torch.ones(total), limit)[0], dtype)
@@ -76,7 +77,9 @@ def test_backward(total, limit, dtype, back):
         arena_B = h1.clone().flatten().view(torch.uint8)
         act_RF = torch.full((total, F), float("nan"), dtype=dtype)
         dscores.all_P.fill_(float("nan"))
-        given = {"arena_B": arena_B, "decision": decided(total), "rank_R": route["rank_R"],
+        decision = decided(total)
+        (h1_kept,) = keeps(arena_B, decision, dtype, 2 * F)
+        given = {"h1": h1_kept, "decision": decision, "rank_R": route["rank_R"],
                  "row_R": route["row_R"], "scores": scores, "g_RF": g, "dscores": dscores, **home,
                  "act_RF": act_RF, "limit": limit}  # fmt: skip
         if how == "kernel":
@@ -101,13 +104,15 @@ def test_backward(total, limit, dtype, back):
 
 def test_nothing_is_written_where_the_call_does_not_run():
     act = torch.full((5, 8), float("nan"))
-    run(swiglu(TARGET, arena_B=torch.zeros(640, dtype=torch.uint8),
-               decision=decided(5, OK=0), act_RF=act))  # fmt: skip
+    decision = decided(5, OK=0)
+    (h1,) = keeps(torch.zeros(640, dtype=torch.uint8), decision, torch.float32, 16)
+    run(swiglu(TARGET, h1=h1, decision=decision, act_RF=act))
     assert torch.isnan(act).all()
 
 
 def test_nan_is_not_clamped_away():
     h1, act = torch.full((3, 16), float("nan")), torch.zeros(3, 8)
-    run(swiglu(TARGET, arena_B=h1.flatten().view(torch.uint8), decision=decided(3),
-               act_RF=act, limit=7.0))  # fmt: skip
+    decision = decided(3)
+    (kept,) = keeps(h1.flatten().view(torch.uint8), decision, torch.float32, 16)
+    run(swiglu(TARGET, h1=kept, decision=decision, act_RF=act, limit=7.0))
     assert torch.isnan(act).all()

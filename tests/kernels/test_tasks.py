@@ -37,7 +37,7 @@ def deciding(rows, **given):
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_kernel_equals_twin(counts, merged, parts):
     shape = Shape(block=16, parts=parts, columns=5, group=4, merged=merged)
-    given = {"starts_e": starts(counts), "decision": deciding(sum(counts)), "when": Decide.OK,
+    given = {"starts_e": starts(counts), "decision": deciding(sum(counts)), "again": False,
              "rows": 256, "shape": shape}  # fmt: skip
     tasks, numbers, counters = task_table_torch(**given)
     table = task_table(TARGET, **given)
@@ -51,8 +51,8 @@ def test_kernel_equals_twin(counts, merged, parts):
 
 def test_no_tasks_where_the_call_does_not_run():
     shape = Shape(block=16, parts=2, columns=5, group=4, merged=True)
-    for decision in (deciding(9, OK=0), deciding(9, RECOMPUTE=0)):
-        given = {"starts_e": starts([9]), "decision": decision, "when": Decide.RECOMPUTE,
+    for decision in (deciding(9, OK=0), deciding(9, KEPT=9)):
+        given = {"starts_e": starts([9]), "decision": decision, "again": True,
                  "rows": 9, "shape": shape}  # fmt: skip
         table = task_table(TARGET, **given)
         run([table.launch])
@@ -64,7 +64,7 @@ def test_tasks_cover_every_row_and_column_once(merged):
     counts = COUNTS["mixed"]
     shape = Shape(block=16, parts=3, columns=5, group=4, merged=merged)
     tasks, (gathers, products), _ = task_table_torch(
-        starts_e=starts(counts), decision=deciding(sum(counts)), when=Decide.OK, rows=256,
+        starts_e=starts(counts), decision=deciding(sum(counts)), again=False, rows=256,
         shape=shape,
     )  # fmt: skip
     at = gathers if merged else shape.products_at(256, len(counts))
@@ -85,7 +85,7 @@ def test_merged_list_has_every_producer_before_its_consumers():
     counts = COUNTS["mixed"]
     shape = Shape(block=16, parts=3, columns=5, group=4, merged=True)
     tasks, numbers, _ = task_table_torch(
-        starts_e=starts(counts), decision=deciding(sum(counts)), when=Decide.OK, rows=256,
+        starts_e=starts(counts), decision=deciding(sum(counts)), again=False, rows=256,
         shape=shape,
     )  # fmt: skip
     signalled: dict[int, int] = {}

@@ -103,8 +103,8 @@ class Decision:
         counts_PE[0] = torch.tensor(rows)
         decide_torch(
             heads=peers(self.heads), counts_PE=counts_PE, decisions_L=self.decisions, entry=entry,
-            rank=rank, rows_available=50, slot_at=1000, slot_bytes=10_000, x_row_bytes=100,
-            h1_row_bytes=200, x_scratch_at=77, h1_scratch_at=88, saves=saves,
+            rank=rank, rows_available=50, slot_at=1000, slot_bytes=10_000, saves=saves,
+            row_bytes_O=torch.tensor([100, 200]), scratch_at=77,
             texts=peers(self.texts), first_error=self.error, error_text=self.text,
             peaks=self.peaks,
         )  # fmt: skip
@@ -114,20 +114,20 @@ class Decision:
 def test_decision_saves_what_fits_and_sends_the_rest_to_scratch():
     d = Decision()
     first = d.make(0, [10, 5])
-    assert first[: Decide.CODE] == [1, 10, 0, 1000, 2024, 4072]  # 1000, 2000 up to 128s
+    assert first[: Decide.CODE] == [1, 10, 10, 1000, 4072]  # 1000, 2000 up to 128s
     second = d.make(1, [20, 5])
-    assert second[: Decide.CODE] == [1, 20, 0, 4072, 6120, 10216]
+    assert second[: Decide.CODE] == [1, 20, 20, 4072, 10216]
     third = d.make(2, [10, 5])
-    assert third[: Decide.CODE] == [1, 10, 1, 77, 88, 0]  # 3072 more than 11000 - 10216
+    assert third[: Decide.CODE] == [1, 10, 0, 77, 0]  # 3072 more than 11000 - 10216
     release_torch(decision=d.decisions[1])
-    assert d.make(2, [10, 5])[Decide.X_AT] == 4072
-    assert d.make(3, [10, 5], saves=False)[: Decide.CODE] == [1, 10, 0, 77, 88, 0]
+    assert d.make(2, [10, 5])[Decide.BASE] == 4072
+    assert d.make(3, [10, 5], saves=False)[: Decide.CODE] == [1, 10, 0, 77, 0]
     assert d.peaks.tolist() == [20, 9216, 3, 1]
 
 
 def test_decision_of_an_empty_rank_holds_nothing():
     d = Decision()
-    assert d.make(0, [5, 0], rank=1)[: Decide.CODE] == [1, 0, 0, 1000, 1000, 1000]
+    assert d.make(0, [5, 0], rank=1)[: Decide.CODE] == [1, 0, 0, 1000, 1000]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from group import ROWS, TARGET, close, decided, expert_of, normal
+from group import ROWS, TARGET, close, decided, expert_of, keeps, normal
 from workbench.kernels.device import run
 from workbench.kernels.wgrad import w2_wgrad, w2_wgrad_torch, w13_wgrad, w13_wgrad_torch
-from workbench.kernels.words import Decide
+from workbench.kernels.words import Decide, aligned
 
 pytestmark = pytest.mark.values
 
@@ -39,15 +39,18 @@ def test_wgrads(rows, D, F, dtype, out, accumulate):
     starts_e = torch.tensor([0, *rows]).cumsum(0)
     dy, act = poisoned(total, D, dtype, 1), poisoned(total, F, dtype, 2)
     x, dh1 = poisoned(total, D, dtype, 3), poisoned(total, 2 * F, dtype, 4)
-    arena_B = torch.cat([x.flatten().view(torch.uint8), torch.zeros(128, dtype=torch.uint8)])
-    h1_at = -(-x.numel() * x.itemsize // 128) * 128
-    arena_B = torch.cat([arena_B[:h1_at], dh1.flatten().view(torch.uint8)])
-    decision = decided(total, X_AT=0, H1_AT=h1_at)
+    decision = decided(total, BASE=0)
+    # x without the poison behind it, as dh1 lies there; it has its own.
+    arena_B = torch.zeros(aligned(total * D * dtype.itemsize) + dh1.numel() * dtype.itemsize,
+                          dtype=torch.uint8)  # fmt: skip
+    x_kept, dh1_kept = keeps(arena_B, decision, dtype, D, 2 * F)
+    x_kept.rows().copy_(x[:total])
+    arena_B[-dh1.numel() * dtype.itemsize :].view(dtype).view(dh1.shape).copy_(dh1)
     common = {"starts_e": starts_e, "decision": decision, "accumulate": accumulate}
     for kernel, twin, name, given, shape, exact in (
         (w2_wgrad, w2_wgrad_torch, "dw2_EDF", {"dy_RD": dy, "act_RF": act},
          (len(rows), D, F), exactly(dy[:total], act[:total], rows)),
-        (w13_wgrad, w13_wgrad_torch, "dw13_E2FD", {"arena_B": arena_B, "dtype": dtype},
+        (w13_wgrad, w13_wgrad_torch, "dw13_E2FD", {"x": x_kept, "dh1": dh1_kept},
          (len(rows), 2 * F, D), exactly(dh1[:total], x[:total], rows)),
     ):  # fmt: skip
         before = normal(*shape, dtype=out, seed=5) if accumulate else torch.full(
@@ -71,9 +74,10 @@ def test_nan_where_the_call_does_not_run(accumulate):
                  accumulate=accumulate))  # fmt: skip
     assert torch.isnan(dw2).all()
     dw13 = torch.zeros(2, 48, 40)
-    run(w13_wgrad(TARGET, arena_B=torch.zeros(99, dtype=torch.uint8),
-                  starts_e=torch.tensor([0, 4, 9]), decision=decided(9, OK=0), dw13_E2FD=dw13,
-                  accumulate=accumulate))  # fmt: skip
+    decision = decided(9, OK=0)
+    x, dh1 = keeps(torch.zeros(99, dtype=torch.uint8), decision, FP32, 40, 48)
+    run(w13_wgrad(TARGET, x=x, dh1=dh1, starts_e=torch.tensor([0, 4, 9]), decision=decision,
+                  dw13_E2FD=dw13, accumulate=accumulate))  # fmt: skip
     assert torch.isnan(dw13).all()
 
 

@@ -15,7 +15,7 @@ from workbench.moe.context import create_context
 from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import NvlinkGroup, SharedGroup, VirtualGroup
 from workbench.moe.pages import Lender
-from workbench.moe.plan_ours import plan_ours, saved_bytes
+from workbench.moe.plan_ours import plan_ours
 
 GOOD = {"T": 8, "D": 16, "F": 8, "E": 8, "K": 2, "ep": 2}
 
@@ -105,7 +105,7 @@ def test_plan_by_hand():
     # x but for the entry without gradient, scores, two words per route, counts, starts
     per_entry = N * 4 + 2 * R * 4 + ep * E * 8 + 5 * 8
     assert parts["layers"] == layers * T * 2 * D + (layers + 1) * per_entry
-    assert saved_bytes(config, R) == R * (2 * D + 4 * F)
+    assert plan_ours(config).saved_bytes(R) == R * (2 * D + 4 * F)
     served = plan_ours(replace(config, mode="inference")).part_bytes()
     assert served["slot"] == 0
     assert served["scratch"] == R * (2 * D + 4 * F + 2 * F)
@@ -155,7 +155,7 @@ def test_a_new_pipeline_is_one_module_and_one_word(monkeypatch):
     from workbench.moe.pipelines import standard
 
     module = ModuleType("workbench.moe.pipelines.mine")
-    module.FORWARD, module.BACKWARD = standard.FORWARD, standard.BACKWARD
+    module.PIPELINE = standard.PIPELINE
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(config_module, "PIPELINES", (*config_module.PIPELINES, "mine"))
     config = MoEConfig(**GOOD, pipeline="mine")

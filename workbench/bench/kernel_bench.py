@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from workbench.bench.kernel_table import NOT_RUN
-from workbench.kernels.catalogue import Sizes
 from workbench.kernels.device import Launch, run, target_of
-from workbench.kernels.dispatch_w13 import dispatch_w13
+from workbench.kernels.dispatch import dispatch_w13
 from workbench.kernels.grouped_gemm import grouped_gemm
-from workbench.kernels.memory import Peers, rows_at
-from workbench.kernels.words import DECIDE_WORDS, Decide
+from workbench.kernels.memory import Kept, Peers
+from workbench.kernels.ops import Sizes
+from workbench.kernels.words import DECIDE_WORDS, Decide, aligned
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import Context, create_context
@@ -47,8 +47,7 @@ def bench_kernels(sizes: Sizes | None = None) -> dict[str, float | str]:
     theirs = torch._grouped_mm(scene.x_RD, scene.w13.transpose(1, 2), offs=scene.ends_e)
     _check("grouped_gemm", scene.h1_R2F, theirs)
     run(fused)
-    rows = rows_at(scene.arena_B, scene.h1_at, s.R, 2 * s.F, s.dtype)
-    _check("dispatch_w13", rows, theirs)
+    _check("dispatch_w13", scene.h1.rows(), theirs)
     dense = scene.w13[0].t()
     gemm = _time_us(lambda: run(ours))
     torch_us = _time_us(
@@ -74,12 +73,12 @@ class _Scene:
     ends_e: Tensor
     row_R: Tensor
     decision: Tensor
-    arena_B: Tensor
-    h1_at: int
+    x_kept: Kept
+    h1: Kept
 
     def grouped(self) -> list[Launch]:
         return grouped_gemm(
-            target_of(self.x_RD.device), weights=self.w13, weights_NK=True, when=Decide.OK,
+            target_of(self.x_RD.device), weights=self.w13, weights_NK=True,
             starts_e=self.starts_e, decision=self.decision, rows=self.row_R.shape[0],
             peers=self.x, rank_R=None, row_R=self.row_R, a=self.x_RD, out=self.h1_R2F,
         )  # fmt: skip
@@ -87,8 +86,8 @@ class _Scene:
     def dispatch(self) -> list[Launch]:
         return dispatch_w13(
             target_of(self.x_RD.device), x=self.x, rank_R=None, row_R=self.row_R, divisor=1,
-            starts_e=self.starts_e, w13_E2FD=self.w13, arena_B=self.arena_B,
-            decision=self.decision, when=Decide.OK,
+            starts_e=self.starts_e, w13_E2FD=self.w13, x_kept=self.x_kept, h1=self.h1,
+            decision=self.decision,
         )  # fmt: skip
 
 
@@ -98,16 +97,20 @@ def _scene(s: Sizes) -> _Scene:
         row_R = torch.randperm(s.R, dtype=torch.int32)
         w13 = (torch.randn(s.e, 2 * s.F, s.D) / s.D**0.5).to(s.dtype)
         starts_e = torch.arange(s.e + 1, dtype=torch.int64) * (s.R // s.e)
-        bytes_x = s.R * s.D * s.dtype.itemsize
-        arena_B = torch.empty(bytes_x + s.R * 2 * s.F * s.dtype.itemsize, dtype=torch.uint8)
+        row_bytes_O = torch.tensor([s.bytes(s.D), s.bytes(2 * s.F)])
+        arena_B = torch.empty(aligned(s.bytes(s.R, s.D)) + s.bytes(s.R, 2 * s.F), dtype=torch.uint8)
         decision = torch.zeros(DECIDE_WORDS, dtype=torch.int64)
         decision[Decide.OK], decision[Decide.ROWS] = 1, s.R
-        decision[Decide.X_AT], decision[Decide.H1_AT] = 0, bytes_x
+        x_kept, h1 = (
+            Kept(arena_B=arena_B, decision=decision, row_bytes_O=row_bytes_O, index=index,
+                 width=width, dtype=s.dtype)
+            for index, width in enumerate((s.D, 2 * s.F))
+        )  # fmt: skip
         peers = Peers(all_P=x_ND[None], bases_P=torch.tensor([x_ND.data_ptr()]), offset=0)
         return _Scene(x=peers, x_RD=x_ND[row_R.long()], h1_R2F=torch.empty(s.R, 2 * s.F,
                       dtype=s.dtype), w13=w13, starts_e=starts_e,
                       ends_e=starts_e[1:].to(torch.int32), row_R=row_R, decision=decision,
-                      arena_B=arena_B, h1_at=bytes_x)  # fmt: skip
+                      x_kept=x_kept, h1=h1)  # fmt: skip
 
 
 def _layers_us(s: Sizes) -> list[float]:

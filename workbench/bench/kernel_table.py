@@ -9,14 +9,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workbench.errors import InputError
 from workbench.hardware import Hardware, load_hardware
+from workbench.kernels import catalogue  # noqa: F401 (registers the ops)
 from workbench.kernels.aot import TARGETS, compile_launch
-from workbench.kernels.catalogue import MAIN, Sizes, Work, launches, work
 from workbench.kernels.device import INTERPRET, Launch
+from workbench.kernels.ops import Cost, Example, Sizes, examples
 
 DEVICE = {"sm_90a": "H200", "sm_100a": "B200", "sm_103a": "GB300"}
 """Target -> the device whose peaks a floor is computed with."""
@@ -75,25 +76,26 @@ def kernel_rows(
     for target in targets:
         if target not in TARGETS:
             raise InputError(f"target={target} must be one of {', '.join(TARGETS)}")
-        table = launches(sizes, TARGETS[target])
-        for op in ops or table:
-            if op not in table:
-                raise InputError(f"op={op} must be one of {', '.join(table)}")
+        known = {example.label: example for example in examples(sizes)}
+        for op in ops or known:
+            if op not in known:
+                raise InputError(f"op={op} must be one of {', '.join(known)}")
         if INTERPRET.value:
             yield from _elsewhere(sizes, target, ops, ptx)
             continue
-        for op in ops or table:
-            main = MAIN.get(op, len(table[op]) - 1)
-            for i, launch in enumerate(table[op]):
+        for op in ops or known:
+            launches = known[op].launches(TARGETS[target])
+            main = known[op].op.main % len(launches)
+            for i, launch in enumerate(launches):
                 facts, code = compile_launch(launch, target)
                 if ptx is not None:
                     ptx.mkdir(parents=True, exist_ok=True)
                     name = f"{op.replace(', ', '-').replace(' ', '-')}.{i}.{facts.kernel}"
                     (ptx / f"{name}.{target}.ptx").write_text(code)
-                does = work(sizes, op, launch) if i == main else Work(
-                    flop=0, hbm_bytes=0, link_bytes=0, tiles=1)  # fmt: skip
+                does = _cost(known[op]) if i == main else Cost(hbm_bytes=0)
+                tiles = known[op].op.tiles(sizes, launch) if i == main else 1
                 bound, seconds = _floor(does, load_hardware(DEVICE[target]))
-                flop, tile_bytes = _tile(sizes, does, launch)
+                flop, tile_bytes = _tile(sizes, does.hbm_bytes // tiles, launch)
                 yield KernelRow(
                     op=op, kernel=facts.kernel, target=target, device=DEVICE[target],
                     main=i == main, instruction=", ".join(facts.instructions) or "none",
@@ -103,7 +105,7 @@ def kernel_rows(
                     tensor_columns=facts.tensor_columns, stages=facts.stages,
                     warps=facts.warps, resident=facts.resident, programs=launch.grid,
                     waits=any("acquire" in access for access in facts.ordered),
-                    flop_per_tile=flop, bytes_per_tile=tile_bytes, tiles=does.tiles,
+                    flop_per_tile=flop, bytes_per_tile=tile_bytes, tiles=tiles,
                     gflop=does.flop / 1e9, hbm_mb=does.hbm_bytes / 1e6,
                     link_mb=does.link_bytes / 1e6, bound_by=bound,
                     predicted_us=seconds * 1e6, origin="predicted", run=NOT_RUN,
@@ -130,7 +132,13 @@ def _elsewhere(
         yield KernelRow(**json.loads(line))
 
 
-def _floor(does: Work, hardware: Hardware) -> tuple[str, float]:
+def _cost(example: Example) -> Cost:
+    """What an op must do; of the bytes moved between ranks only those to and from others."""
+    cost, ranks = example.cost, example.sizes.ep
+    return replace(cost, link_bytes=cost.link_bytes * (ranks - 1) // ranks)
+
+
+def _floor(does: Cost, hardware: Hardware) -> tuple[str, float]:
     """What bounds the work at the device's peaks, and the seconds that takes, a launch at least."""
     times = {
         "matrix units": does.flop / (hardware.peak_tflops("bf16") * 1e12),
@@ -143,11 +151,11 @@ def _floor(does: Work, hardware: Hardware) -> tuple[str, float]:
     return bound, times[bound]
 
 
-def _tile(sizes: Sizes, does: Work, launch: Launch) -> tuple[int, int]:
+def _tile(sizes: Sizes, hbm_bytes: int, launch: Launch) -> tuple[int, int]:
     """FLOP of one tile, and the bytes of its operands and result (from cache or HBM)."""
     args, c = launch.integers, launch.constants
     item = sizes.dtype.itemsize
     if "BM" not in c:
-        return 0, does.hbm_bytes // does.tiles
+        return 0, hbm_bytes
     inner = args["K"] if "K" in args else sizes.R // sizes.e
     return 2 * c["BM"] * c["BN"] * inner, item * ((c["BM"] + c["BN"]) * inner + c["BM"] * c["BN"])

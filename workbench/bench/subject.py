@@ -140,8 +140,8 @@ class Subject:
         """Between forward and backward: (bytes that each layer holds in the slot, 1 for a layer
         that backward will recompute)."""
         decisions = self.context.memory(self.rank).own("decisions")[: len(self.layers)].tolist()
-        held = [d[Decide.END] - d[Decide.X_AT] if d[Decide.END] else 0 for d in decisions]
-        return held, [d[Decide.RECOMPUTE] for d in decisions]
+        held = [d[Decide.END] - d[Decide.BASE] if d[Decide.END] else 0 for d in decisions]
+        return held, [int(d[Decide.KEPT] < d[Decide.ROWS]) for d in decisions]
 
 
 def _shared(w13_2FD: Tensor, w2_DF: Tensor) -> SharedExpert:

@@ -15,23 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workbench.kernels.catalogue import OPS
 from workbench.kernels.memory import Peers
 from workbench.kernels.words import Decide
 from workbench.moe.context import Context
 
 Ints = npt.NDArray[np.int64]
-
-PULLS = {
-    "dispatch_w13": (("x", "rank_R"),),
-    "w2_dgrad": (("dy", "rank_R"),),
-    "swiglu_backward": (("scores", "rank_R"),),
-}
-PUSHES = {
-    "w2_combine": (("out", "rank_R"),),
-    "w13_dgrad_combine": (("out", "rank_R"),),
-    "swiglu_backward": (("dscores", "back_rank_R"),),
-}
-"""Op -> (peers' buffer, peer of each row) that it reads from, or writes to."""
 
 
 class Meter:
@@ -56,10 +45,12 @@ class Meter:
 
     def _launched(self, op: str, rank: int, arguments: dict[str, Any]) -> None:
         words = arguments["decision"].tolist() if "decision" in arguments else []
-        runs = bool(words) and words[Decide.OK] and words[arguments.get("when", Decide.OK)]
+        runs = bool(words) and words[Decide.OK]
+        if arguments.get("again"):
+            runs = runs and words[Decide.KEPT] < words[Decide.ROWS]
         if runs:
-            for moves, pulls in ((PULLS, True), (PUSHES, False)):
-                for buffer, peer in moves.get(op, ()):
+            for moves, pulls in ((OPS[op].pulls, True), (OPS[op].pushes, False)):
+                for buffer, peer in moves:
                     self._moved(rank, arguments[buffer], arguments[peer], words, pulls)
         self._launch(op, rank, arguments)
 

@@ -5,7 +5,6 @@ with the `with` block; nothing that a peer does can leave memory behind.
 """
 
 import dataclasses
-import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from workbench.errors import InputError
 from workbench.kernels.words import Code, Decide, Head, Peak
 from workbench.moe.config import MoEConfig
-from workbench.moe.executor_torch import Dry, Launch, TorchExecutor
+from workbench.moe.executor_torch import Dry, Logged, TorchExecutor
 from workbench.moe.executor_triton import TritonExecutor
 from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import PeerGroup, VirtualGroup
 from workbench.moe.pages import Lender
-from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Phase, Pipeline
+from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Part, Phase, load_pipeline
 from workbench.moe.plan_ours import OursPlan, plan_ours
 from workbench.moe.step import Executor, RankMemory, Step, splits
 
@@ -87,11 +86,11 @@ class Context:
         self.lender.clear()
 
     @property
-    def log(self) -> list[Launch] | None:
+    def log(self) -> list[Logged] | None:
         return self.executor.log
 
     @log.setter
-    def log(self, log: list[Launch] | None) -> None:
+    def log(self, log: list[Logged] | None) -> None:
         self.executor.log = log
 
     def memory(self, rank: int) -> RankMemory:
@@ -185,7 +184,7 @@ class Context:
         for step in steps:
             self._announce(step, kind, problem)
         with self.expected():
-            for part in load_pipeline(self.config.pipeline)[kind]:
+            for part in parts_of(self.config, kind):
                 began = time.perf_counter()
                 self._part(part, steps)
                 if self.timer is not None:
@@ -231,10 +230,10 @@ class Context:
         return bool((calls_PH == calls_PH[0]).all())
 
 
-def load_pipeline(name: str) -> tuple[Pipeline, Pipeline]:
-    """Forward and backward of a pipeline by name."""
-    module = importlib.import_module(f"workbench.moe.pipelines.{name}")
-    return module.FORWARD, module.BACKWARD
+def parts_of(config: MoEConfig, kind: int) -> tuple[Part, ...]:
+    """The forward or backward of a config's pipeline."""
+    pipeline = load_pipeline(config.pipeline)
+    return pipeline.forward if kind == FORWARD else pipeline.backward
 
 
 def create_context(config: MoEConfig, group: PeerGroup) -> Context:
@@ -272,7 +271,7 @@ def create_context(config: MoEConfig, group: PeerGroup) -> Context:
     return Context(config, group, plan_ours(config))
 
 
-def dry_run(config: MoEConfig, kind: int) -> list[Launch]:
+def dry_run(config: MoEConfig, kind: int) -> list[Logged]:
     """The launches of one forward (0) or backward (1) of a group, from shapes alone.
 
     On fake tensors: nothing is allocated and no device value exists, so none can be branched on.
@@ -281,7 +280,7 @@ def dry_run(config: MoEConfig, kind: int) -> list[Launch]:
     with FakeTensorMode():
         arenas_PB = torch.empty(config.ep, plan.arena_bytes, dtype=torch.uint8)
         bases_P = torch.empty(config.ep, dtype=torch.int64)
-        for part in load_pipeline(config.pipeline)[kind]:
+        for part in parts_of(config, kind):
             for rank in range(config.ep):
                 step = make_step(
                     config, RankMemory(plan, arenas_PB, bases_P, rank), log, rank, entry=0,

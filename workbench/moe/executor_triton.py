@@ -4,20 +4,15 @@ On a GPU they are queued on the current stream; with TRITON_INTERPRET=1 they run
 interpreter, which needs no GPU and is for tests.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from workbench.errors import InputError
-from workbench.kernels.device import Launch as KernelLaunch
+from workbench.kernels.catalogue import OPS
 from workbench.kernels.device import run, target_of
-from workbench.moe.executor_torch import MODULES, OPS, Launch, describe
+from workbench.moe.executor_torch import Logged, describe
 
-ENTRIES: dict[str, Callable[..., list[KernelLaunch]]] = {
-    op: vars(module)[op] for module in MODULES for op in OPS if op in vars(module)
-}
-"""Op name -> host entry."""
 _INPUTS = ("x_TD", "w13_E2FD", "w2_EDF")
 
 
@@ -25,7 +20,7 @@ class TritonExecutor:
     """Runs each op on `device`. With `log`, notes its launches there. Raises InputError where
     kernels cannot run."""
 
-    def __init__(self, device: torch.device, log: list[Launch] | None = None) -> None:
+    def __init__(self, device: torch.device, log: list[Logged] | None = None) -> None:
         self.log = log
         self.on = device if device.type == "cuda" else -1  # torch's number for no GPU
         try:
@@ -40,4 +35,4 @@ class TritonExecutor:
         if all(arguments.get(name, arguments) is not None for name in _INPUTS):
             # Triton launches on the current device, wherever the addresses it is given point.
             with torch.cuda.device(self.on):
-                run(ENTRIES[op](self.target, **arguments))
+                run(OPS[op].entry(self.target, **arguments))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from workbench.kernels.memory import Peers
+from workbench.kernels.memory import Kept, Peers
 from workbench.moe.config import MoEConfig
 from workbench.moe.plan_ours import OursPlan
 
@@ -33,6 +33,7 @@ class RankMemory:
         # The same bytes as another storage: torch refuses to read a table of all ranks' rows and
         # to write between them, as it compares the outer bounds.
         self._window_PB = _alias(arenas_PB)
+        self.row_bytes_O = torch.tensor(plan.row_bytes, dtype=torch.int64, device=arenas_PB.device)
         self._own: dict[str, Tensor] = {}
         self._peers: dict[str, Peers] = {}
 
@@ -136,6 +137,13 @@ class Step:
 
     def local_rows(self, name: str) -> Peers:
         return self.memory.local_rows(self._named(name))
+
+    def kept(self, name: str) -> Kept:
+        """An operand that the layer keeps for backward."""
+        index, operand = next((i, o) for i, o in enumerate(self.plan.operands) if o.name == name)
+        return Kept(arena_B=self.memory.arena_B, decision=self.decision, index=index,
+                    row_bytes_O=self.memory.row_bytes_O, width=operand.width,
+                    dtype=getattr(torch, operand.dtype))  # fmt: skip
 
     @property
     def decision(self) -> Tensor:

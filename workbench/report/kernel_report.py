@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from workbench.bench.kernel_table import kernel_rows
 from workbench.errors import InputError
-from workbench.kernels.catalogue import Sizes
+from workbench.kernels.ops import Sizes
 from workbench.report.draw import LOG, add, grid, legend
 from workbench.report.theme import DOUBLE
 

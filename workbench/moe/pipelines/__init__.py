@@ -1,4 +1,4 @@
 """Pipelines: phases between barriers, written once for every group and executor.
 
-A pipeline is a module here, named in `config.PIPELINES`, with the tuples FORWARD and BACKWARD.
+A pipeline is a module here, named in `config.PIPELINES`, with a constant PIPELINE.
 """
