@@ -180,7 +180,7 @@ def test_a_bad_file_is_one_line_with_file_place_and_rule(
 def test_an_unreadable_file(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
-    for path, rule in ((tmp_path / "none.toml", "No such file"), (binary, "is not TOML")):
+    for path, rule in ((tmp_path / "none.toml", "No such file"), (binary, "not UTF-8 text")):
         with pytest.raises(InputError, match=f"{re.escape(str(path))}: .*{rule}"):
             known_devices(path)
     with pytest.raises(InputError, match="Is a directory"):

@@ -19,7 +19,7 @@ import workbench
 from workbench.cli import reported
 from workbench.errors import InputError
 from workbench.grid import Grid, point_name, run_grid
-from workbench.notebook import MAX_BYTES, Run, read_run, run_dir, run_notebook
+from workbench.notebook import MAX_BYTES, NotebookError, Run, read_run, run_dir, run_notebook
 
 COMMAND = [sys.executable, "-m", "workbench.cli"]
 
@@ -98,6 +98,18 @@ def test_values_record_and_environment(
     assert run.seconds is not None
     assert 0 < run.seconds < 120
     assert abs((run.finished - run.started).total_seconds() - run.seconds) < 1
+
+
+def test_an_error_of_millions_of_characters_is_cut(tmp_path: Path) -> None:
+    notebook = write(tmp_path / "n.ipynb", "a = 1", "raise ValueError('begin ' + 'x' * 20_000_000)")
+    with pytest.raises(NotebookError) as error:
+        run_notebook(notebook, tmp_path / "out")
+    run = read_run(tmp_path / "out")
+    assert run is not None
+    for told in (str(error.value), str(run.error)):
+        assert len(told) < 30_000
+        assert "ValueError: begin xxx" in told
+        assert "characters) ... xxx" in told
 
 
 def test_failures_leave_what_was_done_and_do_not_stop_the_others(

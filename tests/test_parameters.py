@@ -145,6 +145,46 @@ def test_no_notebook(tmp_path: Path, content: str | None, told: str) -> None:
         notebook_parameters(path)
 
 
+def test_a_tag_that_papermill_would_find_first_is_refused(tmp_path: Path) -> None:
+    made = [nbformat.v4.new_markdown_cell("# x"), nbformat.v4.new_code_cell("x = 1")]
+    for cell in made:
+        cell.metadata["tags"] = ["parameters"]
+    path = tmp_path / "n.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=made), path)
+    told = "cell 1 is a markdown cell tagged 'parameters'; only the code cell may have that tag"
+    with pytest.raises(InputError, match=told):
+        notebook_parameters(path)
+    made[0].metadata["tags"] = ["injected-parameters"]
+    nbformat.write(nbformat.v4.new_notebook(cells=made), path)
+    with pytest.raises(InputError, match="is an executed notebook"):
+        notebook_parameters(path)
+    content = nbformat.v4.new_notebook(cells=made[1:])
+    content.cells[0].metadata["tags"] = "parameters"
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        InputError, match=r"is not a notebook: cells.0.metadata.tags: .* valid list"
+    ):
+        notebook_parameters(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("int | str", "5", 5), ("int | str", "five", "five"), ("int | str", '"5"', "5"),
+        ("int | str", "5.0", "5.0"), ("float | str", "5", 5.0), ("bool | str", "true", True),
+        ("str | None", "5", "5"), ("str", "5", "5"), ("int | str", "true", "true"),
+        ('Literal["5", "six"]', "5", "5"),
+    ],
+)  # fmt: skip
+def test_a_text_of_a_union_is_the_number_that_it_says(
+    tmp_path: Path, kind: str, text: str, value: Any
+) -> None:
+    default = '"5"' if "Literal" in kind or kind == "str" else '"" ' if "str" in kind else "0"
+    path = write(tmp_path / "n.ipynb", f"u: {kind} = {default}")
+    found = notebook_parameters(path)["u"].convert(text)
+    assert (found, type(found)) == (value, type(value))
+
+
 def test_split() -> None:
     assert split_values('8,16,[1,[2,3]],"a,b",{"x":1,"y":2},') == [
         "8", "16", "[1,[2,3]]", '"a,b"', '{"x":1,"y":2}', "",

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from workbench.errors import InputError
+from workbench.files import read_text
 
 PEAK_FIELD: Mapping[str, str] = {
     "bf16": "bf16_tflops",
@@ -116,9 +117,9 @@ def _read(path: str | Path | None) -> tuple[str, dict[str, _Device]]:
     place = "hardware.toml" if path is None else str(path)
     source = files("workbench") / "data" / "hardware.toml" if path is None else Path(path)
     try:
-        devices = _parse(source.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{place}: cannot be read: {error.strerror}") from error
+        devices = _parse(read_text(str(source)))
+    except InputError:
+        raise
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "file"

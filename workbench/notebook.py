@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import workbench
-from workbench.errors import InputError
+from workbench.errors import InputError, one_line, shortened
 from workbench.execute import GRACE_SECONDS
 from workbench.files import sha256, write_atomic
 from workbench.parameters import convert_all, notebook_parameters, parameters
@@ -42,6 +42,8 @@ OUT_DIR = "out_dir"
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _TRACEBACK_LINES = 60
+_LINE_LENGTH = 400
+"""Lines, and characters of each, that a message shows of a cell's source and of its error."""
 
 
 class NotebookError(RuntimeError):
@@ -133,7 +135,7 @@ def run_notebook(
         problem = _problem(partial, code, cell, folder / "run.log")
     except BaseException as cause:
         interrupted = isinstance(cause, KeyboardInterrupt)
-        what = "interrupted" if interrupted else f"{type(cause).__name__}: {cause}"
+        what = "interrupted" if interrupted else one_line(f"{type(cause).__name__}: {cause}")
         fail(f"{what} in cell {cell + 1} of {cells}")
         raise
     if problem is not None:
@@ -308,11 +310,12 @@ def _problem(executed: Path, code: int, cell: int, log: Path) -> str | None:
             if output["output_type"] == "error":
                 text = _ANSI.sub("", "\n".join(output["traceback"])).splitlines()
                 told = text[-_TRACEBACK_LINES:] or [f"{output['ename']}: {output['evalue']}"]
+                told = [shortened(line, _LINE_LENGTH) for line in told]
                 place = f"cell In [{candidate['execution_count']}] failed"
                 return "\n".join([place, *_indented(candidate), "", *told])
     if code != 0:
         lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-        last = _ANSI.sub("", lines[-1]) if lines else f"exit code {code}"
+        last = shortened(_ANSI.sub("", lines[-1]), _LINE_LENGTH) if lines else f"exit code {code}"
         if not 0 <= cell < len(cells):
             return f"could not be started: {last} (more in {log})"
         place = f"cell {cell + 1} of {len(cells)} did not return: {last}"
@@ -331,7 +334,11 @@ def _problem(executed: Path, code: int, cell: int, log: Path) -> str | None:
 
 
 def _indented(cell: Mapping[str, Any]) -> list[str]:
-    return ["    " + line for line in "".join(cell["source"]).splitlines()]
+    lines = [
+        "    " + shortened(line, _LINE_LENGTH) for line in "".join(cell["source"]).splitlines()
+    ]
+    left_out = len(lines) - _TRACEBACK_LINES
+    return lines if left_out <= 0 else [*lines[:_TRACEBACK_LINES], f"    ... ({left_out} lines)"]
 
 
 def _files(value: Any) -> Iterator[Path]:

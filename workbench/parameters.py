@@ -18,6 +18,7 @@ from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from workbench.errors import InputError
+from workbench.files import read_json
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None,
           "nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}  # fmt: skip
@@ -60,13 +61,15 @@ class Parameter:
                 values = [read, value]
             elif _is_list(self.kind) and not text.startswith("["):
                 values = [read, [part.strip() for part in split_values(text)]]
-            else:
+            elif isinstance(read, str):
                 values = [value, read]
+            else:  # a number or the like: the text it is written as only where it fits nothing else
+                values = [read, value]
         for candidate in values:
             try:
                 # strict JSON is strict about numbers and text, and takes any sequence for a list
                 return TypeAdapter(self.kind).validate_json(json.dumps(candidate), strict=True)
-            except (ValidationError, TypeError):
+            except (ValidationError, TypeError, ValueError, RecursionError):
                 continue
         raise InputError(f"{self.name}={value!r} must be {self.kind_name}")
 
@@ -77,47 +80,81 @@ def notebook_parameters(notebook: Path) -> dict[str, Parameter]:
     Raises InputError for what is no Python notebook, was already executed by papermill, lacks the
     parameters cell, has more than one, or has one with anything but assignments of literals.
     """
-    cells = [c for c in _read_notebook(notebook)["cells"] if c.get("cell_type") == "code"]
-    if any("injected-parameters" in _tags(c) for c in cells):
+    cells = _read_notebook(notebook).cells
+    if any("injected-parameters" in cell.metadata.tags for cell in cells):
         raise InputError(f"{notebook}: is an executed notebook; give the one it was made from")
-    tagged = [c for c in cells if "parameters" in _tags(c)]
+    tagged = [(n, cell) for n, cell in enumerate(cells, 1) if "parameters" in cell.metadata.tags]
+    for n, cell in tagged:
+        # papermill writes the values after the first cell that has the tag, of whatever type; the
+        # code cell would then set them back
+        if cell.cell_type != "code":
+            raise InputError(
+                f"{notebook}: cell {n} is a {cell.cell_type} cell tagged 'parameters'; "
+                "only the code cell may have that tag"
+            )
     if len(tagged) != 1:
         raise InputError(
             f"{notebook}: must have exactly one code cell tagged 'parameters', has {len(tagged)}"
         )
-    return _declared(str(notebook), "".join(tagged[0].get("source", "")))
+    source = tagged[0][1].source
+    return _declared(str(notebook), source if isinstance(source, str) else "".join(source))
 
 
-def _read_notebook(notebook: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(notebook.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{notebook}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{notebook}: is not a notebook (not JSON: {error})") from error
+class _Metadata(BaseModel):
+    tags: list[str] = []
+
+
+class _Cell(BaseModel):
+    cell_type: Literal["code", "markdown", "raw"]
+    metadata: _Metadata = _Metadata()
+    source: str | list[str] = ""
+
+
+class _Kernel(BaseModel):
+    language: str = "python"
+
+
+class _NotebookMetadata(BaseModel):
+    kernelspec: _Kernel = _Kernel()
+
+
+class _Notebook(BaseModel):
+    """What we ask of a notebook of format 4; the rest is papermill's."""
+
+    metadata: _NotebookMetadata = _NotebookMetadata()
+    cells: list[_Cell]
+
+
+def _read_notebook(notebook: Path) -> _Notebook:
+    content = read_json(notebook)
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
         raise InputError(f"{notebook}: is not a notebook of format 4 (it has no list of cells)")
-    language = content.get("metadata", {}).get("kernelspec", {}).get("language", "python")
+    try:
+        found = _Notebook.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{notebook}: is not a notebook: {where}: {first['msg']}") from None
+    language = found.metadata.kernelspec.language
     if language != "python":
         raise InputError(f"{notebook}: language={language!r} must be python")
-    return content
-
-
-def _tags(cell: Mapping[str, Any]) -> Sequence[str]:
-    return cell.get("metadata", {}).get("tags", [])
+    return found
 
 
 def _declared(place: str, source: str) -> dict[str, Parameter]:
     # papermill's own inspection skips a line with two '=' and everything it cannot match
     try:
         body = ast.parse(source, type_comments=True).body
+        comments = {
+            token.start[0]: token.string.lstrip("# ")
+            for token in tokenize.generate_tokens(io.StringIO(source).readline)
+            if token.type == tokenize.COMMENT
+        }
     except SyntaxError as error:
         raise InputError(f"{place}: parameters cell, line {error.lineno}: {error.msg}") from error
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
+    except (ValueError, tokenize.TokenError, RecursionError, MemoryError) as error:
+        reason = str(error) or "nested too deeply"
+        raise InputError(f"{place}: parameters cell: {reason}") from None
     found: dict[str, Parameter] = {}
     for node in body:
         where = f"{place}: parameters cell, line {node.lineno}"
@@ -128,7 +165,10 @@ def _declared(place: str, source: str) -> dict[str, Parameter]:
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target = node.targets[0]
             if node.type_comment:
-                stated = ast.parse(node.type_comment, mode="eval").body
+                try:
+                    stated = ast.parse(node.type_comment, mode="eval").body
+                except SyntaxError:
+                    raise InputError(f"{where}: type {node.type_comment} must be a type") from None
         elif isinstance(node, ast.AnnAssign):
             target, stated = node.target, node.annotation
         value = getattr(node, "value", None)
@@ -137,7 +177,7 @@ def _declared(place: str, source: str) -> dict[str, Parameter]:
         try:
             default = ast.literal_eval(value)
             json.dumps(default)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError, MemoryError) as error:
             raise InputError(f"{where}: {target.id} must be a literal, not code") from error
         if target.id in found:
             raise InputError(f"{where}: {target.id} is declared twice")

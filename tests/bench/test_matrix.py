@@ -62,6 +62,9 @@ BAD = {
     "exclude: [{widht: 3}]": "exclude: 'widht' must be a field of a case",
     "ep: 2\nexclude: [{ep: 2}]": "my.yaml: no case is left after its lists and excludes",
     "base: local\nep: 64": "my.yaml: no case is left after its lists and excludes",
+    "ep: [1]\nF: [64]\nep: [2]": "my.yaml: not YAML: key 'ep' must not be given twice",
+    "exclude: [{ep: 1, ep: 2}]": "key 'ep' must not be given twice",
+    "base: 2020-99-99": "my.yaml: not YAML: month must be in 1..12",
     "ep: [1": "my.yaml: not YAML: while parsing a flow sequence",
     "- 1": "my.yaml: top level: must be a mapping of fields to lists",
     "imbalance: 4": "my.yaml: imbalance=4.0 must lie between 0 and 2",
@@ -107,3 +110,14 @@ def test_folders_that_are_refused(tmp_path):
     (out / "sweep.json").write_text(json.dumps(state | {"version": "0.0.9"}))
     with pytest.raises(InputError, match=r"of moe-workbench 0\.0\.9, must be of"):
         open_sweep(out, ranks=2, resume=True)
+
+
+def test_a_matrix_that_says_the_same_twice_by_reference_is_read(yaml_file):
+    text = "ep: [1]\nK: [1, 2]\nexclude:\n  - &two {mode: training, K: 2}\n  - {<<: *two, K: 1}"
+    assert {case.mode for case in load_matrix(yaml_file(text))} == {"inference"}
+
+
+def test_a_matrix_of_millions_of_cases_is_refused_at_once(yaml_file):
+    many = ", ".join(map(str, range(1, 400)))
+    with pytest.raises(InputError, match="combinations=636804 must be at most 100000"):
+        load_matrix(yaml_file(f"ep: 1\nF: [{many}]\nT: [{many}]"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tests.explore.test_imbalance import uploaded
@@ -63,6 +64,78 @@ def test_bad_files(name: str, content: bytes, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+READ = np.array([[7, 5], [6, 9], [8, 2]])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        ",expert_0,expert_1", "layer_idx,expert_0,expert_1", "index,e0,e1", "Layer,a,b",
+        ",0,1", "layer,0,1", "layer,1,2", "Unnamed: 0,expert_1,expert_2",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("labels", [(0, 1, 2), (3, 7, 60), ("first", "second", "third")])
+def test_an_index_is_no_expert(head: str, labels: tuple[Any, ...]) -> None:
+    lines = [head, *(f"{n},{a},{b}" for n, (a, b) in zip(labels, READ, strict=True))]
+    assert read_trace("t.csv", "\r\n".join(lines).encode()).counts == tuple(map(tuple, READ))
+
+
+def test_what_pandas_writes_is_read_or_refused() -> None:
+    named = pd.DataFrame(READ, columns=["expert_0", "expert_1"])
+    for text in (
+        named.to_csv(), named.to_csv(index=False), named.to_csv(index_label="layer"),
+        pd.DataFrame(READ).to_csv(), pd.DataFrame(READ).to_csv(index_label="layer_idx"),
+        pd.DataFrame(READ).to_csv(index=False, header=False),
+    ):  # fmt: skip
+        assert read_trace("t.csv", text.encode()).counts == tuple(map(tuple, READ))
+    with pytest.raises(InputError, match="line 1 counts up from 0: if it is a head, name the col"):
+        read_trace("t.csv", pd.DataFrame(READ).to_csv(index=False).encode())
+    with pytest.raises(InputError, match="column 1 counts the lines from 0: if it is an index"):
+        read_trace("t.csv", pd.DataFrame(READ).to_csv(header=False).encode())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1,2,3,4\n5,6,7,8", "line 1 counts up from 1"),
+        ("a,b\n0,5\n1,6", "column 1 counts the lines from 0"),
+        ("expert_0,expert_1,expert_10,expert_2\n1,2,3,4", "numbers that count up"),
+        ("layer,expert_0,expert_1,total\n0,2,3,5", "one word with numbers that count up"),
+        ("step,expert_0,expert_1\n0,2,3", "after a column `layer` or none; found step,"),
+        ("layer,a,a\n0,2,3", "column 'a' must not be there twice"),
+        ("layer,expert,count\n0,0,5\n0,1,6", "layer='0' must not be there twice: a line for"),
+        ("layer,a,b\n1,2,3\n0,2,3", "line 1: layer=0 must be above 1"),
+        ("5,x,7\n1,2,3", "layer 0, expert 1: count='x' must be a number"),
+        (",5,7\n1,2,3", "layer 0, expert 0: count='' must be a number"),
+        ("5,6\n,\n7,8", "layer 1, expert 0: count='' must be a number"),
+        ("5,1_000", "count='1_000' must be a number"),
+        ("5,\u0661", "must be a number"),
+        ("5\t6\n7\t8", "line 1: must be separated by commas, not tabs"),
+        ("a,b\n5;6", "line 2: must be separated by commas, not semicolons"),
+        ("5,6\r7,8", r"line 1: lines must end in \\n or \\r\\n, not in a bare \\r"),
+        ("5,6\r\r\n7,8", "not in a bare"),
+        ('"5,6\n7,8', "is not CSV text: unexpected end of data"),
+        ("layer,a\n0,2,3", "line 1 names 2 columns, layer 0 has 3"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(content: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_trace("t.csv", content.encode())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "how"),
+    [
+        (".npy", r"np.savez\('trace.npz', counts=np.load\('t.npy'\)\)"),
+        (".pt", r"counts=torch.load\('t.pt'\).numpy\(\)\)"),
+        (".json", r"counts=np.array\(json.load\(open\('t.json'\)\)\)\)"),
+    ],
+)
+def test_other_files_are_told_how_to_become_a_trace(suffix: str, how: str) -> None:
+    with pytest.raises(InputError, match=r"must end in .csv or .npz; to convert: .*" + how):
+        read_trace(f"t{suffix}", b"")
+
+
 def npz(folder: Path, **arrays: Any) -> Path:
     np.savez(folder / "t.npz", **arrays)
     return folder / "t.npz"
@@ -77,6 +150,18 @@ def test_bad_archives(tmp_path: Path) -> None:
     hostile[0, 0] = Harmful()
     with pytest.raises(InputError, match="which are never unpickled"):
         load_trace(npz(tmp_path, counts=hostile))
+    with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
+        archive.writestr("counts.npy", b"")
+        with pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr("counts.npy", b"")
+    with pytest.raises(InputError, match="holds counts, counts"):
+        load_trace(tmp_path / "t.npz")
+    whole = npz(tmp_path, counts=COUNTS).read_bytes()
+    damaged = whole.replace(b"NUMPY\x01\x00v\x00", b"NUMPY\x01\x00v\x28")
+    for content in (damaged, whole[:-30], whole[:40] + b"\xff" * 3000 + whole[40:]):
+        with pytest.raises(InputError) as error:
+            read_trace("t.npz", content)
+        assert len(str(error.value)) < 300
     with pytest.raises(InputError, match="must hold one array, or one named counts; holds a, b"):
         load_trace(npz(tmp_path, a=COUNTS, b=COUNTS))
     with pytest.raises(InputError, match="ndim=1 must be 2"):

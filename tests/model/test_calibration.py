@@ -77,9 +77,35 @@ def test_a_file_is_read_back_as_it_was(tmp_path):
     ("change", "message"),
     [
         (lambda c: c.pop("values"), "values: Field required"),
-        (lambda c: c["constants"].update(reference_F=None), "constants.reference_F: "),
-        (lambda c: c.update(interval="wide"), "interval: "),
-        (lambda c: c.update(colour="red"), "colour: Extra inputs"),
+        (lambda c: c["constants"].update(reference_F=None), "constants.reference_F=None: "),
+        (lambda c: c.update(interval="wide"), "interval='wide': "),
+        (lambda c: c.update(colour="red"), "colour='red': Extra inputs"),
+        (lambda c: c["values"].pop("gap_ms"), "values.gap_ms is missing"),
+        (lambda c: c["values"].update(speed={}), "values.speed is unknown; must be one of flop"),
+        (
+            lambda c: c["values"]["layer_ms"].pop("dist_moe"),
+            "values.layer_ms.dist_moe is missing, which dist_moe bf16 standard needs",
+        ),
+        (lambda c: c["values"]["gap_ms"].update(mine=1.0), "values.gap_ms.mine is unknown"),
+        (
+            lambda c: c["values"]["flop_efficiency"].update({"mok bf16 native": 0}),
+            "values.flop_efficiency.mok bf16 native=0 must be at least 1e-06, as it divides",
+        ),
+        (lambda c: c["constants"].pop("skew_onset"), "constants.skew_onset is missing"),
+        (lambda c: c["constants"].update(reference_F=0.0), "constants.reference_F=0 must be at"),
+        (lambda c: c["constants"].update(more=1.0), "constants.more is unknown"),
+        (lambda c: c["memory"].pop("weight"), "memory.weight is missing"),
+        (lambda c: c["memory"].update(weights=1.0), "memory.weights is unknown"),
+        (lambda c: c["memory"].update(weight=-1.0), "memory.weight=-1.0: .* greater than or equal"),
+        (lambda c: c["values"]["gap_ms"].update(all="1"), "values.gap_ms.all='1': .* valid number"),
+        (lambda c: c["values"]["gap_ms"].update(all=True), "values.gap_ms.all=True: .* number"),
+        (lambda c: c["ranges"][1].update(ep=[8]), r"ranges\[1\].ep\[1\]: Field required"),
+        (lambda c: c["ranges"][1].update(ep=[9, 8]), r"ranges\[1\].*ep=\[9, 8\] must be the lower"),
+        (lambda c: c["ranges"][0]["shapes"][0].pop(), r"ranges\[0\].shapes\[0\]: .* at least 5"),
+        (
+            lambda c: c["ranges"][0].update(group="x"),
+            r"ranges\[0\].group='x': must be one of dist_",
+        ),
     ],
 )
 def test_a_broken_file_is_refused_in_one_line(tmp_path, change, message):
@@ -90,6 +116,12 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, change, message):
     with pytest.raises(InputError, match=message) as caught:
         load_calibration(path)
     assert "\n" not in str(caught.value)
+    path.write_bytes(b"\xff{}")
+    with pytest.raises(InputError, match="byte 0: not UTF-8 text"):
+        load_calibration(path)
+    path.write_text(DEFAULT.read_text().replace('"cases"', '"device": "H200", "cases"'))
+    with pytest.raises(InputError, match="key 'device' must not be given twice"):
+        load_calibration(path)
     with pytest.raises(InputError, match="cannot be read"):
         load_calibration(tmp_path / "none.json")
 

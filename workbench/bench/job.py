@@ -10,7 +10,7 @@ from typing import Any
 
 from workbench.case import Case
 from workbench.errors import InputError
-from workbench.files import write_atomic
+from workbench.files import read_json, write_atomic
 
 LOST, HUNG, UNWRITABLE = 3, 124, 74
 """Exit codes of a worker: a peer is lost; a case took too long; a record cannot be written."""
@@ -76,7 +76,7 @@ class Job:
 
 def read_job(path: Path) -> Job:
     """The job that `Job.write` wrote."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_json(path)
     settings = found.pop("settings")
     protocol = Protocol(**settings.pop("protocol"))
     cases = tuple(case_from(fields_) for fields_ in found.pop("cases"))

@@ -13,6 +13,7 @@ With `base`, the lists keep of its cases those whose fields are in them.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -32,11 +33,27 @@ from workbench.case import (
     reference_matrix,
 )
 from workbench.errors import InputError
+from workbench.files import read_text
 
 NAMED = {"local": local_matrix, "reference": reference_matrix}
 _LISTS = ("pipeline", "precision", "mode", "category", "ep", "F", "imbalance", "T", "D", "E", "K",
           "sharedExperts", "slotFactor", "scratchFactor", "profile")  # fmt: skip
+MAX_COMBINATIONS = 100_000
 Scalar = int | float | str
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which no key may be given twice; YAML's own loader takes the second."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        seen: set[tuple[str, str]] = set()
+        for key in keys:
+            if (key.tag, key.value) in seen:
+                problem = f"key {key.value!r} must not be given twice"
+                raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
 
 
 class MatrixFile(BaseModel):
@@ -94,15 +111,17 @@ def load_matrix(name: str | Path) -> list[Case]:
         return NAMED[str(name)]()
     path = Path(name)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        text = read_text(path)
+    except InputError as error:
         known = " or ".join(NAMED)
-        raise InputError(
-            f"matrix={name} must be {known}, or a YAML file: {error.strerror}"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"matrix={name} must be {known}, or a YAML file: {error}") from None
+    try:
+        content = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
         told = " ".join(str(error).split())
         raise InputError(f"{path}: not YAML: {told}") from None
+    except (ValueError, RecursionError) as error:  # a date that is none, 5,000 digits, nesting
+        raise InputError(f"{path}: not YAML: {error}") from None
     file = validate(MatrixFile, content, path)
     try:
         cases = _based(file) if file.base else _combined(file)
@@ -159,6 +178,9 @@ def _combined(file: MatrixFile) -> list[Case]:
         if not factors:
             raise InputError(f"profile={name!r} must be in profiles, or A or B")
         kinds.append({"category": "packing", "profile": name, "factors": factors})
+    combinations = math.prod(map(len, chosen.values())) * len(kinds)
+    if combinations > MAX_COMBINATIONS:
+        raise InputError(f"combinations={combinations} must be at most {MAX_COMBINATIONS}")
     cases = {}
     for values in itertools.product(*chosen.values()):
         fixed = dict(zip(chosen, values, strict=True))

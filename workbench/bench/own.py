@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.bench.schema import SHAPE, OwnRecord, parse_json, validate
+from workbench.bench.schema import SHAPE, OwnRecord, validate
 from workbench.case import PROFILES, Case
 from workbench.errors import InputError
-from workbench.files import write_atomic
+from workbench.files import parse_json, read_json, write_atomic
 
 
 def make_record(
@@ -39,11 +39,7 @@ def write_record(record: OwnRecord, path: Path) -> None:
 
 def read_record(path: Path) -> OwnRecord:
     """A record of its own, checked, its case too. Raises InputError naming file, place and rule."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    record = validate(OwnRecord, parse_json(content, path), path)
+    record = validate(OwnRecord, read_json(path), path)
     try:
         named = record.case().id
     except InputError as error:

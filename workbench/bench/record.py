@@ -22,13 +22,12 @@ from workbench.bench.schema import (
     OwnRecord,
     Record,
     ResultFile,
-    parse_json,
     parse_results,
     validate,
 )
 from workbench.case import Case
 from workbench.errors import InputError
-from workbench.files import write_atomic
+from workbench.files import parse_json, read_file, write_atomic
 
 REFERENCE = Path(str(resources.files("workbench") / "data" / "gb300-2026-10-16.json"))
 """The published GB300 study of 2026-10-16, unchanged."""
@@ -65,10 +64,7 @@ def load_table(path: str | Path = REFERENCE) -> pd.DataFrame:
         if not tables:
             raise InputError(f"{path}: holds no *.record.json")
         return concat(tables)
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    text = read_file(path)
     if path.name.endswith(".record.json"):
         record = validate(OwnRecord, parse_json(text, path), path)
         try:

@@ -7,7 +7,6 @@ A record carries the field names of the published GB300 study (2026-10-16). Ours
 "published" and its `implementation` is its backend.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -15,7 +14,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from workbench.case import PROFILES, STUDY_SHAPE, Case, parse_id
-from workbench.errors import InputError
+from workbench.errors import InputError, one_line
+from workbench.files import parse_json
 
 Origin = Literal["measured", "published", "predicted", "specification"]
 Count = Annotated[int, Field(ge=1)]
@@ -196,21 +196,6 @@ def parse_results(text: str | bytes, path: Path) -> tuple[dict[str, Any], Result
     return document, file, list(seen.values())
 
 
-def parse_json(text: str | bytes, path: Path) -> Any:
-    """Strict JSON (no NaN, no infinity). Raises InputError naming file, line and column."""
-
-    def refuse(constant: str) -> float:
-        raise InputError(f"{path}: {constant} is not JSON; a number must be finite")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise InputError(f"{path}: {where}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: byte {error.start}: not UTF-8 text") from None
-
-
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -219,12 +204,15 @@ def validate(model: type[M], content: Any, path: Path) -> M:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        first, *more = error.errors(include_url=False)
-        place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
-        value = first["input"]
-        shown = "" if isinstance(value, dict | list) else f"={value!r}"
-        rule = first["msg"].removeprefix("Value error, ")
-        rest = f" (and {len(more)} more)" if more else ""
-        raise InputError(
-            f"{path}: {place.lstrip('.') or 'top level'}{shown}: {rule}{rest}"
-        ) from None
+        raise fault(error, path) from None
+
+
+def fault(error: ValidationError, path: str | Path) -> InputError:
+    """The first fault that pydantic found, in one line: file, place, value, rule."""
+    first, *more = error.errors(include_url=False)
+    place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
+    value = first["input"]
+    shown = "" if isinstance(value, dict | list) else f"={one_line(repr(value), 80)}"
+    rule = first["msg"].removeprefix("Value error, ")
+    rest = f" (and {len(more)} more)" if more else ""
+    return InputError(f"{path}: {place.lstrip('.') or 'top level'}{shown}: {rule}{rest}")

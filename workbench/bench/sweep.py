@@ -24,10 +24,10 @@ from workbench.bench.machine import device_label
 from workbench.bench.matrix import check_ranks
 from workbench.bench.own import make_record, read_record, write_record
 from workbench.bench.resume import flat, refuse_other
-from workbench.bench.schema import OwnRecord, parse_json
+from workbench.bench.schema import OwnRecord
 from workbench.case import Case
 from workbench.errors import InputError
-from workbench.files import write_atomic
+from workbench.files import read_json, write_atomic
 
 LIMIT_S = 600.0
 
@@ -234,7 +234,7 @@ class Teller:
 
 
 def _read_state(folder: Folder) -> dict[str, Any]:
-    found = parse_json(folder.state.read_bytes(), folder.state)
+    found = read_json(folder.state)
     version = found.get("version") if isinstance(found, dict) else None
     if version != workbench.__version__:
         raise InputError(

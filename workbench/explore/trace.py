@@ -10,6 +10,7 @@ import csv
 import heapq
 import io
 import math
+import re
 import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,11 +20,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workbench.errors import InputError
+from workbench.errors import InputError, shortened
+from workbench.files import read_file
 
 Ints = npt.NDArray[np.int64]
 MAX_BYTES = 1 << 26
 MAX_COUNT = 2**53
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf(inity)?)", re.A | re.I)
+_INDEX_NAMES = ("", "layer", "layers", "layeridx", "layerindex", "layerid", "index", "idx", "id",
+                "unnamed:0")  # fmt: skip
+_CONVERT = {
+    ".npy": "np.savez('trace.npz', counts=np.load('{}'))",
+    ".pt": "np.savez('trace.npz', counts=torch.load('{}').numpy())",
+    ".pth": "np.savez('trace.npz', counts=torch.load('{}').numpy())",
+    ".json": "np.savez('trace.npz', counts=np.array(json.load(open('{}'))))",
+    ".tsv": "pandas.read_csv('{}', sep='\\t').to_csv('trace.csv', index=False)",
+    ".parquet": "pandas.read_parquet('{}').to_csv('trace.csv', index=False)",
+}
+"""Suffix -> the line of Python that makes a trace of such a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +58,33 @@ class Trace:
 
 def load_trace(path: str | Path) -> Trace:
     """The trace in a .csv or .npz file. Raises InputError naming file, place, value and rule."""
-    path = Path(path)
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"{path.name}: size={path.stat().st_size} must be at most {MAX_BYTES}")
-        return read_trace(path.name, path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    return read_trace(Path(path).name, read_file(path, MAX_BYTES))
 
 
 def read_trace(name: str, content: bytes) -> Trace:
-    """The trace in a file's content; `name` decides how it is read. Raises InputError."""
+    """The trace in a file's content; `name` decides how it is read. Raises InputError.
+
+    An .npz holds one array [layers, experts], or one named `counts`. A .csv has a line for each
+    layer, its counts separated by commas; what stands beside the counts is told apart like this:
+
+    - Line 1 is a head if none of its cells is a number, or if it begins with an index's name and
+      the others count up. The names of experts differ; if one ends in a number, all are the same
+      word with numbers that count up: `expert_0,expert_1`.
+    - Column 1 is an index if the head calls it `layer`, `index` or the like, or nothing. Its values
+      differ, and numbers in it grow.
+    - Numbers alone could be either, so a line 1 that counts up and has no name in it is refused,
+      and so is a column 1 that does from 0 where no head says what it is.
+
+    Numbers count up if they go on by one from 0, or from 1 where there are at least four.
+    """
     readers = {".csv": _read_csv, ".npz": _read_npz}
     suffix = Path(name).suffix.lower()
     if suffix not in readers:
-        raise InputError(f"{name}: must end in {' or '.join(readers)}")
+        how = _CONVERT.get(suffix)
+        shown = f"; to convert: {how.format(name)}" if how else ""
+        raise InputError(f"{name}: must end in {' or '.join(readers)}{shown}")
     if len(content) > MAX_BYTES:
-        raise InputError(f"{name}: size={len(content)} must be at most {MAX_BYTES}")
+        raise InputError(f"{name}: must have at most {MAX_BYTES} bytes")
     values = readers[suffix](name, content)
     if not values.size:
         raise InputError(f"{name}: shape={values.shape} must hold at least one layer and expert")
@@ -81,14 +105,13 @@ def read_trace(name: str, content: bytes) -> Trace:
 
 
 def _read_csv(name: str, content: bytes) -> npt.NDArray[np.float64]:
-    """Numbers of a CSV file, float64 [L, E]; a head line and a column `layer` are left out."""
-    try:
-        rows = [row for row in csv.reader(io.StringIO(content.decode("utf-8-sig"))) if any(row)]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{name}: is not CSV text: {error}") from None
-    head = rows[0] if rows and not any(map(_is_number, rows[0])) else None
-    start = int(bool(head) and head[0].strip().lower() == "layer") if head else 0
-    body = [row[start:] for row in rows[bool(head) :]]
+    """Numbers of a CSV file, float64 [L, E], without its head and index."""
+    rows = _cells(name, content)
+    has_head, has_index = _head_and_index(name, rows) if rows else (False, False)
+    body = rows[has_head:]
+    if has_index:
+        _check_index(name, [row[0].strip() for row in body])
+        body = [row[1:] for row in body]
     if not body or not body[0]:
         raise InputError(f"{name}: must hold a line of counts for each layer")
     values = np.empty((len(body), len(body[0])))
@@ -101,33 +124,126 @@ def _read_csv(name: str, content: bytes) -> npt.NDArray[np.float64]:
                 place = f"layer {layer}, expert {expert}"
                 raise InputError(f"{name}: {place}: count={text.strip()!r} must be a number")
         values[layer] = [float(text) for text in row]
+    if has_head and len(rows[0]) != len(rows[1]):
+        raise InputError(f"{name}: line 1 names {len(rows[0])} columns, layer 0 has {len(rows[1])}")
     return values
 
 
-def _is_number(text: str) -> bool:
+def _cells(name: str, content: bytes) -> list[list[str]]:
+    """The lines of a CSV file that are not blank, as cells."""
     try:
-        float(text)
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+        for character, rule in (
+            ("\r", "lines must end in \\n or \\r\\n, not in a bare \\r"),
+            ("\t", "must be separated by commas, not tabs: pandas.read_csv(name, sep='\\t')"
+             ".to_csv(new, index=False)"),
+            (";", "must be separated by commas, not semicolons: pandas.read_csv(name, sep=';')"
+             ".to_csv(new, index=False)"),
+        ):  # fmt: skip
+            if character in text:
+                line = text[: text.index(character)].count("\n") + 1
+                raise InputError(f"{name}: line {line}: {rule}")
+        return [row for row in csv.reader(io.StringIO(text), strict=True) if row]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: is not CSV text: byte {error.start} is not UTF-8") from None
+    except csv.Error as error:
+        raise InputError(f"{name}: is not CSV text: {error}") from None
+
+
+def _head_and_index(name: str, rows: list[list[str]]) -> tuple[bool, bool]:
+    """Whether line 1 is a head and column 1 an index; InputError where that cannot be told."""
+    first = [cell.strip() for cell in rows[0]]
+    column = [row[0].strip() for row in rows[1:]]
+    if all(map(_is_number, first)):
+        if _counts_up(first):
+            raise InputError(
+                f"{name}: line 1 counts up from {first[0]}: if it is a head, name the columns"
+                " (expert_0, expert_1, ...); if it is a layer, put such a head above it"
+            )
+        _check_plain_column(name, [first[0], *column])
+        return False, False
+    index = re.sub(r"[ _-]", "", first[0].lower()) in _INDEX_NAMES
+    experts = first[index:]
+    if any(map(_is_number, experts)):
+        if not index or not _counts_up(experts, few=True):
+            return False, False  # counts, one of which is no number
+        return True, True
+    ends = [re.fullmatch(r"(.*?)(\d{1,9})", cell) for cell in experts]
+    if any(ends):
+        stems = {end[1] for end in ends if end}
+        numbers = [end[2] for end in ends if end]
+        if not all(ends) or len(stems) > 1 or not _counts_up(numbers, few=True):
+            raise InputError(
+                f"{name}: line 1: names of experts must be one word with numbers that count up"
+                f" (expert_0, expert_1, ...), after a column `layer` or none; found"
+                f" {', '.join(experts)}"
+            )
+    elif len(set(experts)) < len(experts):
+        twice = next(cell for cell in experts if experts.count(cell) > 1)
+        raise InputError(f"{name}: line 1: column {twice!r} must not be there twice")
+    elif not index:
+        _check_plain_column(name, column)
+    return True, index
+
+
+def _check_plain_column(name: str, column: list[str]) -> None:
+    if len(column) > 1 and all(map(_is_number, column)) and _counts_up(column, from_one=False):
+        raise InputError(
+            f"{name}: column 1 counts the lines from 0: if it is an index, give the file a head"
+            " that calls it `layer`; if it holds counts, one with expert_0, expert_1, ..."
+        )
+
+
+def _check_index(name: str, labels: list[str]) -> None:
+    last = -math.inf
+    seen: set[str] = set()
+    for line, label in enumerate(labels):
+        if label in seen:
+            raise InputError(
+                f"{name}: layer={label!r} must not be there twice: a line for each layer, a column"
+                " for each expert"
+            )
+        seen.add(label)
+        if _is_number(label):
+            if not float(label) > last:
+                raise InputError(f"{name}: line {line}: layer={label} must be above {last:g}")
+            last = float(label)
+
+
+def _counts_up(texts: list[str], *, few: bool = False, from_one: bool = True) -> bool:
+    """Whether the numbers go on by one from 0, or from 1 where they are four, or may be `few`."""
+    try:
+        found = [float(text) for text in texts]
     except ValueError:
         return False
-    return True
+    starts = [0] + [1] * (from_one and (few or len(found) > 3))
+    return any(found == [start + n for n in range(len(found))] for start in starts)
+
+
+def _is_number(text: str) -> bool:
+    # float() also takes 1_000 and the digits of other scripts
+    return _NUMBER.fullmatch(text.strip()) is not None
 
 
 def _read_npz(name: str, content: bytes) -> npt.NDArray[np.float64]:
     """The array `counts`, or the only one, of an .npz file, float64 [L, E]."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            found = {m.filename.removesuffix(".npy"): m for m in archive.infolist()}
-            key = next(iter(found)) if len(found) == 1 else "counts"
-            if key not in found:
-                held = ", ".join(found) or "none"
+            names = [m.filename.removesuffix(".npy") for m in archive.infolist()]
+            key = names[0] if len(names) == 1 else "counts"
+            if names.count(key) != 1:
+                held = ", ".join(names) or "none"
                 raise InputError(f"{name}: must hold one array, or one named counts; holds {held}")
-            if found[key].file_size > MAX_BYTES:
-                raise InputError(f"{name}: size={found[key].file_size} must be at most {MAX_BYTES}")
-            array = _read_array(archive.read(found[key]))
+            member = archive.infolist()[names.index(key)]
+            with archive.open(member) as file:
+                data = file.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
+                raise InputError(f"{name}: {key} must have at most {MAX_BYTES} bytes")
+            array = _read_array(data)
     except InputError:
         raise
     except Exception as error:  # numpy and zipfile raise a dozen kinds for a malformed file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = shortened(next(iter(str(error).splitlines()), type(error).__name__), 160)
         raise InputError(f"{name}: must hold one plain array: {reason}") from None
     if array.dtype.kind not in "iuf":
         raise InputError(f"{name}: dtype={array.dtype} must be a number type")

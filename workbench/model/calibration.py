@@ -7,21 +7,54 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from workbench.case import Case
+from workbench.bench.schema import Count, fault
+from workbench.case import STUDY_SHAPE, Case
 from workbench.errors import InputError
-from workbench.files import write_atomic
+from workbench.files import read_json, write_atomic
 from workbench.hardware import Hardware, load_hardware
-from workbench.model.parameters import PARAMETERS, Group
+from workbench.model.memory import MEMORY_UNITS
+from workbench.model.parameters import CONSTANTS, GROUPS, PARAMETERS, Group
 from workbench.model.prediction import predict_table
 
 DEFAULT = Path(str(resources.files("workbench") / "data" / "calibration-gb300.json"))
 """The packaged calibration: the published GB300 study."""
+
+
+DIVISORS = ("flop_efficiency", "link_efficiency")
+CONSTANT_DIVISORS = ("reference_rows", "reference_D", "reference_F", "minibatch_rows")
+SMALLEST = 1e-6
+"""Values and constants that divide, and what they must reach for times to stay finite."""
+_SHAPE = len(STUDY_SHAPE)
+
+Amount = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+
+
+def _known_group(name: str) -> str:
+    if name not in map(str, GROUPS):
+        raise ValueError(f"must be one of {', '.join(map(str, GROUPS))}")
+    return name
+
+
+def _same_names(place: str, found: Iterable[str], known: Iterable[str]) -> None:
+    found, known = set(found), list(known)
+    for name in known:
+        if name not in found:
+            raise ValueError(f"{place}.{name} is missing")
+    for name in sorted(found.difference(known)):
+        raise ValueError(f"{place}.{name} is unknown; must be one of {', '.join(known)}")
 
 
 class Range(BaseModel):
@@ -29,14 +62,22 @@ class Range(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    group: str
-    mode: str
-    ep: tuple[int, int]
-    F: tuple[int, int]
-    load: tuple[FiniteFloat, FiniteFloat]
-    layers: int
-    shapes: tuple[tuple[int, ...], ...]
+    group: Annotated[str, AfterValidator(_known_group)]
+    mode: Literal["inference", "training"]
+    ep: tuple[Count, Count]
+    F: tuple[Count, Count]
+    load: tuple[Amount, Amount]
+    layers: Count
+    shapes: tuple[Annotated[tuple[int, ...], Field(min_length=_SHAPE, max_length=_SHAPE)], ...]
     replay: bool
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        for name in ("ep", "F", "load"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name}={[low, high]} must be the lower and the upper bound")
+        return self
 
 
 class Calibration(BaseModel):
@@ -53,13 +94,38 @@ class Calibration(BaseModel):
 
     device: str
     source: str
-    cases: int
-    values: dict[str, dict[str, FiniteFloat]]
-    constants: dict[str, FiniteFloat]
-    memory: dict[str, FiniteFloat]
-    interval: FiniteFloat
-    interval_extrapolated: FiniteFloat
+    cases: Count
+    values: dict[str, dict[str, Amount]]
+    constants: dict[str, Amount]
+    memory: dict[str, Amount]
+    interval: Amount
+    interval_extrapolated: Amount
     ranges: tuple[Range, ...]
+
+    @model_validator(mode="after")
+    def _entries(self) -> Self:
+        """Every entry that a prediction looks up is there, none is unknown, none divides by 0."""
+        _same_names("values", self.values, PARAMETERS)
+        _same_names("constants", self.constants, CONSTANTS)
+        if self.memory:
+            _same_names("memory", self.memory, MEMORY_UNITS)
+        measured = {r.group for r in self.ranges}
+        for name, by_slot in self.values.items():
+            scope = PARAMETERS[name].scope
+            for slot in by_slot:
+                if slot not in scope.values():
+                    known = ", ".join(dict.fromkeys(scope.values()))
+                    raise ValueError(f"values.{name}.{slot} is unknown; must be one of {known}")
+            for group, slot in scope.items():
+                if str(group) in measured and slot not in by_slot:
+                    raise ValueError(f"values.{name}.{slot} is missing, which {group} needs")
+        divisors = {f"values.{name}.{slot}": value for name in DIVISORS
+                    for slot, value in self.values[name].items()}  # fmt: skip
+        divisors |= {f"constants.{name}": self.constants[name] for name in CONSTANT_DIVISORS}
+        for place, value in divisors.items():
+            if not value >= SMALLEST:
+                raise ValueError(f"{place}={value:g} must be at least {SMALLEST:g}, as it divides")
+        return self
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, whole or not at all."""
@@ -90,13 +156,10 @@ class Calibration(BaseModel):
 def load_calibration(path: str | Path = DEFAULT) -> Calibration:
     """The calibration in a file. Raises InputError, one line, naming the place and the rule."""
     try:
-        return Calibration.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        # pydantic's own reader takes the second of two equal keys; only it makes tuples of lists
+        return Calibration.model_validate_json(json.dumps(read_json(path)), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "file"
-        raise InputError(f"{path}: {where}: {first['msg']}") from None
+        raise fault(error, path) from None
 
 
 def nearest(calibrations: Iterable[Calibration], device: Hardware) -> Calibration:
