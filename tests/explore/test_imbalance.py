@@ -21,7 +21,7 @@ from workbench.model.calibration import load_calibration
 from workbench.model.roofline import roofline_table
 from workbench.moe.case_plan import layer_table, plan_case
 from workbench.report.theme import STYLES
-from workbench.routing import rows_by_rank
+from workbench.routing import rows_by_expert, rows_by_rank
 
 SYSTEMS = [system for system in STYLES if system[0] != "baseline"]
 CALIBRATION = load_calibration()
@@ -257,7 +257,10 @@ def test_a_small_slot_recomputes_and_a_small_scratch_stops() -> None:
 
 
 def test_replacement_gain_is_the_models_at_the_new_load() -> None:
-    explorer = ImbalanceExplorer(ImbalanceParameters(factor=8.0))
+    counts = rows_by_expert(T=2048, K=6, E=384, ep=32, factor=8.0)
+    explorer = ImbalanceExplorer()
+    uploaded(explorer, "counts.csv", ",".join(map(str, counts.tolist())).encode())
+    assert explorer.state.load == "trace"
     row = explorer.table().iloc[SYSTEMS.index(("dist_moe", "mega", "mxfp8"))]
     # 98,304 rows on 12 experts: 8,192 each; the other 372 have 294,912 rows, 792 or 793 each.
     # One hot expert to a rank, and eleven of the others, of 12 * 792 = 9,504 rows: the most is

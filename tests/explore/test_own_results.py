@@ -17,14 +17,15 @@ SMALL = {"T": 64, "D": 128, "E": 8, "K": 2, "sharedExperts": 1}
 STUDY = {"T": 2048, "D": 7168, "E": 384, "K": 6, "sharedExperts": 1}
 
 
-def record(folder: Path, time: float, ep: int, F: int, shape: dict[str, int], suffix: str) -> None:
+def record(folder: Path, time: float, ep: int, F: int, shape: dict[str, int], suffix: str,
+           device: str = "CPU") -> None:  # fmt: skip
     """A record of a run, made from one of the study's."""
     base = next(c for c in json.loads(REFERENCE.read_text())["cases"]
                 if c["id"].startswith("mok-inference-ep8-bf16-native-single_layer-i1"))  # fmt: skip
     name = f"mok-inference-ep{ep}-bf16-native-single_layer-i1-F{F}{suffix}"
     own = base | shape | {
         "id": name, "ep": ep, "F": F, "iterationMS": time, "forwardMS": time, "origin": "measured",
-        "implementation": "ours", "device": "CPU", "status": "ok",
+        "implementation": "ours", "device": device, "status": "ok",
     }  # fmt: skip
     own.pop("capacity", None)
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,7 @@ def measured(explorer: Explorer) -> dict[str, list[float]]:
     """Panel -> y of the user's own points (x for the panel whose x is the time)."""
     found: dict[str, list[float]] = {}
     for t in explorer.view.spec["data"]:
-        if t["name"] == "measured (own)" and len(t["x"]):
+        if t["name"].startswith("measured (own") and len(t["x"]):
             axis = "x" if t["meta"] == "Time against error" else "y"
             found.setdefault(t["meta"], []).extend(map(float, t[axis]))
     return found
@@ -49,12 +50,14 @@ def test_records_of_the_studys_workload_appear_beside_it(tmp_path: Path) -> None
     assert shown["Predicted time over imbalance"] == [1.25]
     assert shown["dist_moe against mok"] == [1.25]
     table = load.table()
-    own = table[table["origin"] == "measured (own)"]
+    elsewhere = "measured (own, other device)"
+    own = table[table["origin"] == elsewhere]
     assert own["iterationMS"].tolist() == [1.25]
-    assert {"predicted", "published", "measured (own)"} == set(table["origin"])
+    assert {"predicted", "published", elsewhere} == set(table["origin"])
+    assert "measured on CPU, while the prediction is for GB300" in load.sentence()
     symbols = {t["name"]: t["marker"]["symbol"] for t in load.view.spec["data"]
-               if t["name"] in ("published", "measured (own)")}  # fmt: skip
-    assert symbols["published"] != symbols["measured (own)"]
+               if t["name"] in ("published", elsewhere)}  # fmt: skip
+    assert symbols["published"] != symbols[elsewhere]
     width = WidthExplorer(WidthParameters(system="mok native bf16", **given))
     assert measured(width)["dist_moe against mok"] == [1.25]
     assert len(measured(width)["Useful rate over F"]) == 1
@@ -78,6 +81,21 @@ def test_a_run_of_another_workload_moves_the_controls_to_it(tmp_path: Path) -> N
             assert 3.5 in measured(explorer)["dist_moe against mok"]
         explorer.controls["results"].value = ""
         assert measured(explorer) == {}
+
+
+def test_the_device_follows_the_records(tmp_path: Path) -> None:
+    record(tmp_path, 1.25, 16, 3072, STUDY, "", "NVIDIA H200")
+    for explorer in (ImbalanceExplorer(), WidthExplorer(), PrecisionExplorer()):
+        explorer.widget()
+        explorer.controls["results"].value = str(tmp_path)
+        assert explorer.state.hardware == "H200"
+        assert "the device is now H200, as theirs" in explorer.file_message
+        assert "while the prediction is for" not in explorer.sentence()
+        assert "measured (own)" in {t["name"] for t in explorer.view.spec["data"] if len(t["x"])}
+        explorer.controls["hardware"].value = "GB300"
+        assert explorer.file_message == ""
+        told = "measured on NVIDIA H200, while the prediction is for GB300"
+        assert told in explorer.sentence()
 
 
 def test_headless_says_what_the_run_has_instead(tmp_path: Path) -> None:

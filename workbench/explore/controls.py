@@ -9,6 +9,7 @@ from typing import Any
 import ipywidgets as widgets
 import numpy as np
 import traitlets
+from traitlets import Bunch
 
 from workbench.case import MODES
 from workbench.errors import InputError
@@ -41,29 +42,51 @@ def dropdown(label: str, options: Sequence[Any], value: Any) -> widgets.Dropdown
     )
 
 
-def slider(label: str, value: float, low: float, high: float, step: float) -> widgets.FloatSlider:
-    """Raises InputError unless `value` lies between `low` and `high`."""
+def slider(
+    label: str, value: float, low: float, high: float, step: float, applies: bool = True
+) -> widgets.FloatSlider:
+    """Raises InputError unless `value` lies between `low` and `high`; where it does not apply yet,
+    the handle stands at the nearest end instead, until `limit` gives it room."""
+    chosen = value
+    if not applies:
+        value = min(max(value, low), high) if math.isfinite(value) else low
     if not low <= value <= high:
         raise InputError(f"{label}={value:g} must lie between {low:g} and {high:g}")
-    return widgets.FloatSlider(
+    control = widgets.FloatSlider(
         value=value, min=low, max=high, step=step, description=label, style=LABEL,
         layout=control_layout(), readout_format=".2f",
     )  # fmt: skip
+    if chosen > high:
+        _stand_in(control, chosen, value)
+    return control
 
 
-def number(label: str, value: int, low: int, high: int, step: int = 1) -> widgets.BoundedIntText:
+class Number(widgets.FloatText):
+    """A field for a whole number between `low` and `high`. It takes whatever is typed, as bounded
+    fields do not: they clamp in the browser, so that nobody learns of it."""
+
+    def __init__(self, label: str, value: int, low: int, high: int, step: int = 1) -> None:
+        self.low, self.high = low, high
+        super().__init__(value=value, step=step, description=label, style=LABEL,
+                         layout=control_layout())  # fmt: skip
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the value; "" for nothing."""
+        if not self.value.is_integer():  # NaN and infinity too
+            return f"{self.description}={self.value:g} must be a whole number"
+        if not self.low <= self.value <= self.high:
+            rule = f"must lie between {self.low} and {self.high}"
+            return f"{self.description}={int(self.value)} {rule}"
+        return ""
+
+
+def number(label: str, value: int, low: int, high: int, step: int = 1) -> Number:
     """Raises InputError unless `value` lies between `low` and `high`."""
-    if not low <= value <= high:
-        raise InputError(f"{label}={value} must lie between {low} and {high}")
-    return widgets.BoundedIntText(
-        value=value,
-        min=low,
-        max=high,
-        step=step,
-        description=label,
-        style=LABEL,
-        layout=control_layout(),
-    )
+    control = Number(label, value, low, high, step)
+    if control.problem:
+        raise InputError(control.problem)
+    return control
 
 
 def workload_controls(state: WorkloadState, sources: Sources) -> dict[str, Any]:
@@ -107,22 +130,49 @@ def constrain_workload(controls: Mapping[str, Any], sources: Sources) -> None:
 
 
 def constrain_shape(controls: Mapping[str, Any]) -> None:
-    """EP divides E; K is at most E."""
-    controls["K"].max = min(SHAPE["K"][1], controls["E"].value)
-    offer(controls["ep"], divisors(controls["E"].value))
+    """EP divides E."""
+    if not controls["E"].problem:
+        offer(controls["ep"], divisors(int(controls["E"].value)))
 
 
 def offer(control: widgets.Dropdown, options: Sequence[Any]) -> None:
-    """Change the options and keep the value, or take the nearest number, or the first."""
+    """Change the options and keep the value that was chosen; while they lack it, the nearest number
+    or the first stands in its place, and it returns with them."""
     values = [o[1] if isinstance(o, tuple) else o for o in options]
     if list(control.options) == list(options):
         return
-    value = control.value
+    value = chosen = wanted(control)
     if value not in values:
-        near: Callable[[Any], float] = lambda v: abs(math.log(v / value))  # noqa: E731
+        near: Callable[[Any], float] = lambda v: abs(math.log(v / chosen))  # noqa: E731
         value = min(values, key=near) if isinstance(value, int) else values[0]
     control.options = options  # falls back to the first one
+    _stand_in(control, chosen, value)
+
+
+def limit(control: widgets.FloatSlider, most: float, least: float = 0) -> None:
+    """Change how far a slider goes; a value beyond returns with the room for it."""
+    chosen = wanted(control)
+    control.max = most
+    _stand_in(control, chosen, min(max(chosen, least), most))
+
+
+def wanted(control: Any) -> Any:
+    """What was last chosen: the value, unless that stands in for one that is not offered now."""
+    chosen, instead = getattr(control, "stand_in", (None, None))
+    return chosen if instead is not None and control.value == instead else control.value
+
+
+def _stand_in(control: Any, chosen: Any, value: Any) -> None:
     control.value = value
+    control.stand_in = (None, None) if value == chosen else (chosen, value)
+
+
+def stands_in(control: Any) -> str:
+    """`EP is 17 in place of 32`, or "" where the value is what was chosen."""
+    chosen = wanted(control)
+    if chosen == control.value or control.disabled or control.layout.display == "none":
+        return ""
+    return f"{control.description} is {control.value} in place of {chosen}"
 
 
 class LayerTable(widgets.VBox):
@@ -131,17 +181,10 @@ class LayerTable(widgets.VBox):
     value = traitlets.Tuple()
     disabled = traitlets.Bool(False)
 
-    def __init__(self, value: Sequence[float], most: int = 64, high: float = 1e6) -> None:
-        self._count = widgets.BoundedIntText(
-            value=len(value),
-            min=1,
-            max=most,
-            description="layers",
-            style=LABEL,
-            layout=control_layout(),
-        )
+    def __init__(self, value: Sequence[float], most: int = 64) -> None:
+        self._count = Number("layers", len(value), 1, most)
         self._cells = widgets.Box(layout=widgets.Layout(flex_flow="row wrap", width="286px"))
-        self._setting, self._high = False, high
+        self._setting = False
         super().__init__([self._count, self._cells])
         self._count.observe(self._resized, "value")
         self.observe(self._written, "value")
@@ -153,8 +196,8 @@ class LayerTable(widgets.VBox):
         self._setting = True
         cells = list(self._cells.children)[: len(self.value)]
         for n in range(len(cells), len(self.value)):
-            cell = widgets.BoundedFloatText(
-                min=0, max=self._high, step=0.1, description=f"{n + 1}",
+            cell = widgets.FloatText(
+                step=0.1, description=f"{n + 1}",
                 style={"description_width": "16px"},
                 layout=widgets.Layout(width="90px", margin="0 2px 0 0"),
             )  # fmt: skip
@@ -171,9 +214,23 @@ class LayerTable(widgets.VBox):
             self._set(tuple(cell.value for cell in self._cells.children))
 
     def _resized(self, _change: Any) -> None:
-        if not self._setting:
-            grown = self.value + (1.0,) * max(self._count.value - len(self.value), 0)
-            self.value = grown[: self._count.value]
+        if self._setting:
+            return
+        value = self.value
+        if not self.problem:
+            count = int(self._count.value)
+            value = (value + (1.0,) * max(count - len(value), 0))[:count]
+        if value != self.value:
+            self.value = value
+        else:  # the problem is new, or gone
+            self._setting = True
+            self.notify_change(Bunch(name="value", old=value, new=value, owner=self, type="change"))
+            self._setting = False
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the number of layers; "" for nothing."""
+        return self._count.problem
 
     def _set(self, value: tuple[float, ...]) -> None:
         self._setting = True
@@ -194,8 +251,8 @@ def random_value(control: Any, rng: np.random.Generator) -> Any:
     if isinstance(control, widgets.Dropdown):
         chosen = control.options[rng.integers(len(control.options))]
         return chosen[1] if isinstance(chosen, tuple) else chosen
-    if isinstance(control, widgets.BoundedIntText):
-        low, high = control.min, control.max
+    if isinstance(control, Number):
+        low, high = control.low, control.high
         drawn = math.exp(rng.uniform(math.log(low + 1), math.log(high + 1))) - 1
         return int(np.clip(round(drawn / control.step) * control.step, low, high))
     if isinstance(control, widgets.FloatSlider):

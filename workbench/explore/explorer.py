@@ -23,7 +23,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.errors import InputError
-from workbench.explore.controls import LABEL, control_layout, random_value
+from workbench.explore.controls import LABEL, control_layout, random_value, stands_in
 from workbench.explore.sources import (
     ShapeState,
     Sources,
@@ -48,6 +48,8 @@ class Explorer(ABC):
     def __init__(self, state: ShapeState, sources: Sources) -> None:
         self.sources = sources
         self.problem = ""
+        self.loaded = ""  # what is said of the file in use
+        self._told = ""  # of the last file or results, as HTML, until something else changes
         self._quiet = False
         self.live: go.FigureWidget | None = None
         self._message, self._file_message = widgets.HTML(), widgets.HTML()
@@ -63,6 +65,8 @@ class Explorer(ABC):
         )
         with self.quiet():
             self.constrain()
+        if self.fault:
+            raise InputError(self.fault)
         self.view: View = self.compute(self.state)
         for name, control in self.controls.items():
             control.observe(self._own_results if name == "results" else self._changed, "value")
@@ -86,6 +90,25 @@ class Explorer(ABC):
     def constrain(self) -> None:
         """Adjust controls that depend on others, so that they offer only what is possible."""
 
+    @property
+    def from_file(self) -> bool:
+        """Whether the state uses the file that was given."""
+        return False
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with a field that is shown, before any state is made of it; "" for
+        nothing."""
+        shown = (c for c in self.controls.values() if c.layout.display != "none" and not c.disabled)
+        return next((c.problem for c in shown if getattr(c, "problem", "")), "")
+
+    @property
+    def notes(self) -> list[str]:
+        """What is said below the sentence, each a line of plain text."""
+        instead = ", ".join(filter(None, map(stands_in, self.controls.values())))
+        told = f"{instead}: the other controls do not admit it" if instead else ""
+        return list(filter(None, (told, *self.view.notes)))
+
     def take_file(self, name: str, content: bytes) -> str:
         """Use an uploaded file; returns what to say of it. Raises InputError."""
         raise InputError(f"{name}: the {self.name} explorer takes no file")
@@ -97,8 +120,8 @@ class Explorer(ABC):
 
     @property
     def file_message(self) -> str:
-        """What is said of the file that was last loaded, as plain text."""
-        return _plain(self._file_message.value)
+        """What is said of the file in use, or of the last attempt to load one, as plain text."""
+        return _plain(self._told) or (self.loaded if self.from_file else "")
 
     def figure(self) -> go.Figure:
         return self._possible().figure
@@ -109,7 +132,7 @@ class Explorer(ABC):
     def sentence(self) -> str:
         """What the state means, as plain text."""
         view = self._possible()
-        return "\n".join([_plain(view.sentence), *view.notes])
+        return "\n".join([_plain(view.sentence), *self.notes])
 
     def export(self, folder: str | Path, formats: Sequence[str] = ("html", "svg")) -> Exported:
         """Write figure and table of the current state into `folder`. Raises InputError."""
@@ -177,6 +200,7 @@ class Explorer(ABC):
     def _changed(self, _change: Any) -> None:
         if self._quiet:
             return
+        self._told = ""
         with self.quiet():
             self.constrain()
         self.refresh()
@@ -184,6 +208,8 @@ class Explorer(ABC):
     def refresh(self) -> None:
         """Compute the state's view and show it, or say why there is none."""
         try:
+            if self.fault:
+                raise InputError(self.fault)
             view = self.compute(self.state)
             self.problem = ""
         except InputError as error:
@@ -202,27 +228,31 @@ class Explorer(ABC):
         self._message.value = (
             _alert(f"Not possible: {self.problem}. {hint}") if self.problem else ""
         )
+        self._file_message.value = self._told or html.escape(self.file_message)
         self._sentence.value = f'<div style="line-height:1.4">{self.view.sentence}</div>'
-        self._notes.value = "".join(f"<i>{html.escape(note)}</i><br>" for note in self.view.notes)
+        self._notes.value = "".join(f"<i>{html.escape(note)}</i><br>" for note in self.notes)
         if self._more.selected_index == 0:
             self._rows.value = html_table(self.view.rows)
 
     def _uploaded(self, change: Any) -> None:
         for file in change["new"]:
             try:
-                told = self.take_file(file["name"], bytes(file["content"]))
-                self._file_message.value = html.escape(told)
+                self._told = ""
+                self.loaded = self.take_file(file["name"], bytes(file["content"]))
             except InputError as error:
-                self._file_message.value = _alert(str(error))
+                self._told = _alert(str(error))
+        self._tell()
 
     def _own_results(self, change: Any) -> None:
-        """Take the user's records; where none has the workload shown, go to one of theirs."""
+        """Take the user's records; where none has the workload or the device shown, go to one of
+        theirs."""
         text = change["new"].strip()
         own = replace(self.sources, own=str(find_file(text)) if text else "")
         try:
             rows = own.own_rows
         except InputError as error:
-            self._file_message.value = _alert(str(error))
+            self._told = _alert(str(error))
+            self._tell()
             return
         self.sources = own
         told = f"{len(rows)} own records" if rows else ""
@@ -231,7 +261,13 @@ class Explorer(ABC):
                 self.go_to(rows[0])
                 self.constrain()
             told += f"; the workload is now {workload_name(rows[0])}"
-        self._file_message.value = html.escape(told)
+        hardware = self.controls["hardware"]
+        theirs = [row["peaks"] for row in rows if self.fits(row) and row["peaks"]]
+        if theirs and hardware.value not in theirs:
+            with self.quiet():
+                hardware.value = theirs[0]
+            told += f"; the device is now {theirs[0]}, as theirs"
+        self._told = html.escape(told)
         self.refresh()
 
     def fits(self, row: Mapping[str, Any]) -> bool:
@@ -251,7 +287,12 @@ class Explorer(ABC):
         """Set one control, drawn at random, to a random value that it admits; returns its name."""
         names = [n for n, c in self.controls.items() if n != "results" and not c.disabled]
         name = str(rng.choice(names))
-        self.controls[name].value = random_value(self.controls[name], rng)
+        value = random_value(self.controls[name], rng)
+        if name == "K":
+            value = min(value, int(self.controls["E"].value))
+        elif name == "E":
+            value = max(value, int(self.controls["K"].value))
+        self.controls[name].value = value
         return name
 
 

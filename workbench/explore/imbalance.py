@@ -8,6 +8,7 @@ from workbench.explore.controls import (
     LayerTable,
     constrain_workload,
     dropdown,
+    limit,
     number,
     offer,
     show,
@@ -70,17 +71,28 @@ class ImbalanceExplorer(Explorer):
             state = state.model_copy(update={"load": "trace"})
         layer_loads(state, self.trace)  # refuses, with the rule, what no control could hold
         super().__init__(state, p.sources())
+        if self.trace is not None:
+            self.loaded = _told(self.trace)
 
     def build(self, state: ImbalanceState) -> dict[str, Any]:
         common = workload_controls(state, self.sources)
         load = {
             "load": dropdown("load", LOADS, state.load),
-            "factor": slider("factor", state.factor, 0, max(largest_factor(state), 1), 0.05),
+            "factor": slider(
+                "factor",
+                state.factor,
+                0,
+                max(largest_factor(state), 1),
+                0.05,
+                state.load == "factor",
+            ),
             "factors": LayerTable(state.factors),
             "layer": number("show layer", state.layer, 0, 4096),
         }
         room = {
-            "slotFactor": slider("slotFactor", state.slotFactor, 0, 16, 0.1),
+            "slotFactor": slider(
+                "slotFactor", state.slotFactor, 0, 16, 0.1, self._slot_applies(state)
+            ),
             "scratchFactor": slider("scratchFactor", state.scratchFactor, 0.1, 64, 0.1),
         }
         system = ("mode", "ep", "backend", "pipeline", "precision", "hardware")
@@ -99,27 +111,39 @@ class ImbalanceExplorer(Explorer):
     def constrain(self) -> None:
         c = self.controls
         constrain_workload(c, self.sources)
-        most = largest_factor(self.state)
+        load = c["load"].value
+        show(c["factor"], load == "factor")
+        show(c["factors"], load == "table")
+        c["factors"].disabled = load != "table"
+        if self.fault:  # no state to go by
+            return
+        state = self.state
+        most = largest_factor(state)
         possible = {"factor", "table"} | {n for n, f in PROFILES.items() if max(f) <= most}
         possible |= {"trace"} if self.trace is not None else set()
-        offered = [load for load in LOADS if load[1] in possible]
-        offer(c["load"], offered)
-        if c["load"].value == "trace" and self.trace is not None:
-            layers = self.trace.layers
-        else:
-            layers = {"factor": 1, "table": len(c["factors"].value)}.get(c["load"].value, 10)
-        c["layer"].max = layers
-        state = self.state
-        c["factor"].max = most if state.ep > 1 else 1
-        if state.ep == 1:
-            c["factor"].value = 1
-        show(c["factor"], c["load"].value == "factor")
+        offer(c["load"], [load for load in LOADS if load[1] in possible])
+        layers = self._layers(self.state)
+        c["layer"].high = layers
+        limit(c["factor"], most if state.ep > 1 else 1, 0 if state.ep > 1 else 1)
         c["factor"].disabled = c["load"].value != "factor" or state.ep == 1
-        c["factors"].disabled = c["load"].value != "table"
+        show(c["factor"], c["load"].value == "factor")
         show(c["factors"], c["load"].value == "table")
+        c["factors"].disabled = c["load"].value != "table"
         show(c["layer"], layers > 1)
-        # a single layer keeps what its scratch admits; inference keeps nothing
-        c["slotFactor"].disabled = layers == 1 or state.mode == "inference"
+        c["slotFactor"].disabled = not self._slot_applies(self.state)
+
+    @property
+    def from_file(self) -> bool:
+        return bool(self.controls["load"].value == "trace")
+
+    def _layers(self, state: ImbalanceState) -> int:
+        if state.load == "trace" and self.trace is not None:
+            return self.trace.layers
+        return {"factor": 1, "table": len(state.factors)}.get(state.load, 10)
+
+    def _slot_applies(self, state: ImbalanceState) -> bool:
+        """A single layer keeps what its scratch admits; inference keeps nothing."""
+        return self._layers(state) > 1 and state.mode != "inference"
 
     def go_to(self, row: Mapping[str, Any]) -> None:
         super().go_to(row)
@@ -139,4 +163,8 @@ class ImbalanceExplorer(Explorer):
             self.controls["load"].value = "trace"
             self.constrain()
         self.refresh()
-        return f"{trace.name}: {trace.layers} layers x {trace.experts} experts"
+        return _told(trace)
+
+
+def _told(trace: Trace) -> str:
+    return f"{trace.name}: {trace.layers} layers x {trace.experts} experts"

@@ -6,7 +6,7 @@ the mean. A trace brings its own rows per expert; else rank 0 is the busy one.
 Legend: L layers, E experts, ep ranks; rows are routed rows of one layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from workbench.explore.sources import (
 from workbench.explore.trace import Trace, placed_rows, scaled_counts
 from workbench.moe import plan_arithmetic as pa
 from workbench.report import figures_explore as fx
-from workbench.report.figures_explore import MEASURED, PREDICTED, PUBLISHED, Panel
+from workbench.report.figures_explore import OBSERVED, PREDICTED, Panel
 from workbench.report.theme import INK, STYLES, Style, system_name
 from workbench.routing import rows_by_expert
 
@@ -78,12 +78,14 @@ def largest_factor(state: WorkloadState) -> float:
 class Loads:
     """Rows per layer and rank, and the factors that follow.
 
-    counts, placed      int64 [L, ep], as the experts lie, and with them placed anew
+    counts              int64 [L, ep], as the experts lie
+    placed              the same with the experts placed anew; None without a trace, because a
+                        factor says nothing of the rows of each expert
     factors             of each layer: as given, or the busiest rank's of a trace
     """
 
     counts: Ints
-    placed: Ints
+    placed: Ints | None
     factors: tuple[float, ...]
 
     @property
@@ -114,8 +116,7 @@ def layer_loads(state: ImbalanceState, trace: Trace | None) -> Loads:
     if not factors:
         raise InputError("factors=[] must hold a factor for at least one layer")
     _check_factors(state, factors, "")
-    counts, placed = _of_factors(factors, *shape)
-    return Loads(counts=counts, placed=placed, factors=factors)
+    return Loads(counts=_of_factors(factors, *shape), placed=None, factors=factors)
 
 
 def _check_factors(state: ImbalanceState, factors: Sequence[float], place: str) -> None:
@@ -129,18 +130,20 @@ def _check_factors(state: ImbalanceState, factors: Sequence[float], place: str) 
 
 @lru_cache(maxsize=16)
 def _of_trace(trace: Trace, T: int, K: int, E: int, ep: int) -> tuple[Ints, Ints]:
-    return _by_rank(scaled_counts(trace, ep * T * K), ep)
+    counts = scaled_counts(trace, ep * T * K)
+    placed = np.array([placed_rows(tuple(row), ep) for row in counts.tolist()])
+    return _by_rank(counts, ep), placed
 
 
 @lru_cache(maxsize=64)
-def _of_factors(factors: tuple[float, ...], T: int, K: int, E: int, ep: int) -> tuple[Ints, Ints]:
+def _of_factors(factors: tuple[float, ...], T: int, K: int, E: int, ep: int) -> Ints:
     by_expert = [rows_by_expert(T=T, K=K, E=E, ep=ep, factor=f) for f in factors]
     return _by_rank(np.stack(by_expert), ep)
 
 
-def _by_rank(counts: Ints, ep: int) -> tuple[Ints, Ints]:
-    by_rank = counts.reshape(len(counts), ep, -1).sum(axis=2)
-    return by_rank, np.array([placed_rows(tuple(row), ep) for row in counts.tolist()])
+def _by_rank(counts: Ints, ep: int) -> Ints:
+    by_rank: Ints = counts.reshape(len(counts), ep, -1).sum(axis=2)
+    return by_rank
 
 
 def load_case(state: ImbalanceState, system: System, factors: Sequence[float]) -> Case:
@@ -187,16 +190,16 @@ def imbalance_view(state: ImbalanceState, trace: Trace | None, sources: Sources)
     if state.system not in sources.systems:
         raise InputError(f"system={system_name(state.system)} has no record in the calibration")
     loads = layer_loads(state, trace)
-    after = loads.largest(loads.placed)
     systems, curves = sources.systems, curve_systems(state, sources)
     now = [load_case(state, system, loads.factors) for system in systems]
-    replaced = [load_case(state, system, after) for system in systems]
+    replaced = [] if loads.placed is None else [
+        load_case(state, system, loads.largest(loads.placed)) for system in systems]  # fmt: skip
     peaks = sweep_peaks(state, loads.factors)
     sweep = [load_case(state, s, f) for s in curves for f in blend(loads.factors, peaks)]
     rows = sources.predict([*now, *replaced, *sweep], state.hardware)
     current = dict(zip(systems, rows, strict=False))
-    better = dict(zip(systems, rows[len(systems) :], strict=False))
-    swept = rows[2 * len(systems) :]
+    better = dict(zip(systems, rows[len(now) : len(now) + len(replaced)], strict=False))
+    swept = rows[len(now) + len(replaced) :]
     for system, plan in zip(systems, plan_rows(now), strict=True):
         current[system] |= plan
     chosen = now[systems.index(state.system)]
@@ -219,7 +222,12 @@ def imbalance_view(state: ImbalanceState, trace: Trace | None, sources: Sources)
         rows=_table(state, current, better, found),
         spec=fx.explorer_figure(title, panels, traces),
         sentence=_sentence(state, loads, current, better),
-        notes=tuple(filter(None, (_extrapolated(current[state.system]), sources.own_note(found)))),
+        notes=tuple(
+            filter(
+                None,
+                (_extrapolated(current[state.system]), sources.own_note(found, state.hardware)),
+            )
+        ),
     )
 
 
@@ -244,13 +252,19 @@ def _ranks(state: ImbalanceState, loads: Loads, current: dict[System, Row]) -> l
     traces = [
         fx.bar(RANKS, f"rows of layer {at + 1}" if len(loads.counts) > 1 else "rows of a rank",
                ranks, loads.counts[at], style.colour),
-        fx.rule(RANKS, REPLACED, ranks, loads.placed[at], "solid", width=1, shape="hvh"),
+        fx.rule(RANKS, REPLACED, *_where(loads, ranks, lambda placed: placed[at]), "solid", width=1,
+                shape="hvh"),
         fx.rule(RANKS, "mean", ends, [loads.mean] * 2, "dot", "#777777"),
     ]  # fmt: skip
     for name, rows, dash, colour in capacity_lines(state, len(loads.counts), current):
         traces.append(fx.rule(RANKS, name, ends if rows is not None else [],
                               [rows] * 2 if rows is not None else [], dash, colour))  # fmt: skip
     return traces
+
+
+def _where(loads: Loads, x: Any, y: Callable[[Ints], Any]) -> tuple[Any, Any]:
+    """x and y of what is known of re-placed experts only."""
+    return ([], []) if loads.placed is None else (x, y(loads.placed))
 
 
 def capacity_lines(
@@ -292,7 +306,13 @@ def _layers(state: ImbalanceState, row: Row, loads: Loads) -> list[fx.Trace]:
     return [
         fx.bar(LAYERS, "done once", x, padded - again, STYLES[state.system].colour),
         fx.bar(LAYERS, word, x[shown], again[shown], "#F0E442", "/"),
-        fx.points(LAYERS, REPLACED, x, loads.placed.max(axis=1), INK, symbol="line-ew-open"),
+        fx.points(
+            LAYERS,
+            REPLACED,
+            *_where(loads, x, lambda placed: placed.max(axis=1)),
+            INK,
+            symbol="line-ew-open",
+        ),
     ]
 
 
@@ -310,17 +330,18 @@ def _time(
                                   STYLES[system].colour))  # fmt: skip
         traces.append(fx.line(TIME, system_name(system), peaks, [r["iterationMS"] for r in part],
                               STYLES[system], 2.2 if n == 0 else 1.3))  # fmt: skip
-    for origin in (PUBLISHED, MEASURED):
+    for origin in OBSERVED:
         for system in curves:
             rows = [r for r in found if r["source"] == origin and system_of(r) == system]
             traces.append(fx.points(TIME, origin, [max(r["factors"]) for r in rows],
                                     [r["iterationMS"] for r in rows], STYLES[system].colour, origin,
                                     [r["id"] for r in rows]))  # fmt: skip
-    here, there = current[state.system], better[state.system]
+    here = current[state.system]
     traces.append(fx.points(TIME, "this load", [max(loads.factors)], [here["iterationMS"]],
                             INK, symbol="x-thin-open", size=11))  # fmt: skip
-    traces.append(fx.points(TIME, REPLACED, [max(loads.largest(loads.placed))],
-                            [there["iterationMS"]], INK, symbol="line-ew-open"))  # fmt: skip
+    x = [] if loads.placed is None else [max(loads.largest(loads.placed))]
+    y = [better[state.system]["iterationMS"]] if better else []
+    traces.append(fx.points(TIME, REPLACED, x, y, INK, symbol="line-ew-open"))
     return traces
 
 
@@ -334,8 +355,8 @@ def _systems(
                low=[row["iterationLowMS"] for row in current.values()],
                high=[row["iterationHighMS"] for row in current.values()],
                text=[f"{value:.3g}" for value in y]) | {"showlegend": False},
-        fx.points(SYSTEMS, REPLACED, x, [row["iterationMS"] for row in better.values()], INK,
-                  symbol="line-ew-open"),
+        fx.points(SYSTEMS, REPLACED, x if better else [],
+                  [row["iterationMS"] for row in better.values()], INK, symbol="line-ew-open"),
     ]  # fmt: skip
     return traces + origin_points(SYSTEMS, "iterationMS", found)
 
@@ -343,7 +364,7 @@ def _systems(
 def origin_points(panel: Panel, field: str, found: Sequence[Row]) -> list[fx.Trace]:
     """Published and own values over the systems' bars."""
     traces = []
-    for origin in (PUBLISHED, MEASURED):
+    for origin in OBSERVED:
         rows = [r for r in found if r["source"] == origin and r[field] == r[field]]
         traces.append(fx.points(panel, origin, [category_of(system_of(r)) for r in rows],
                                 [r[field] for r in rows], "white", origin,
@@ -381,15 +402,17 @@ def _table(state: ImbalanceState, current: dict[System, Row], better: dict[Syste
     """One row per system and origin."""
     rows = []
     for system, row in current.items():
-        gain = 1 - better[system]["iterationMS"] / row["iterationMS"]
+        again = {}
+        if system in better:
+            after = better[system]["iterationMS"]
+            again = {"replacedMS": after, "replacementGain": 1 - after / row["iterationMS"]}
         rows.append({
             "system": system_name(system), "origin": PREDICTED, "id": row["id"],
             "iterationMS": row["iterationMS"], "iterationLowMS": row["iterationLowMS"],
             "iterationHighMS": row["iterationHighMS"], "busiestBinds": str(row["busiestBinds"]),
             "peakAllocatedGiB": row["peakAllocatedGiB"],
             "recomputedLayers": row["recomputedLayers"], "totalReplayRows": row["totalReplayRows"],
-            "replacedMS": better[system]["iterationMS"], "replacementGain": gain,
-            "extrapolation": str(row["extrapolation"]),
+            **again, "extrapolation": str(row["extrapolation"]),
         })  # fmt: skip
     for row in found:
         rows.append({
@@ -407,15 +430,16 @@ def _sentence(
     time += f"{milliseconds(row['iterationLowMS'])} to {milliseconds(row['iterationHighMS'])})"
     binds = str(row["busiestBinds"])
     floor = row[FLOOR_FIELDS[binds]]
-    gain = 1 - better[state.system]["iterationMS"] / row["iterationMS"]
-    busiest, to = max(loads.largest(loads.counts)), max(loads.largest(loads.placed))
     parts = [
         f"<b>{binds}</b> binds: its floor on the busiest rank is {milliseconds(floor)}",
         _again("recomputed by dist_moe", "dist_moe", current, state),
         _again("replayed by mok", "mok", current, state),
-        f"re-placing the experts brings the largest factor from {busiest:.3g} to {to:.3g} and the "
-        f"time down by <b>{100 * gain:.1f} %</b>",
     ]
+    if loads.placed is not None:
+        gain = 1 - better[state.system]["iterationMS"] / row["iterationMS"]
+        busiest, to = max(loads.factors), max(loads.largest(loads.placed))
+        parts.append(f"re-placing the experts brings the largest factor from {busiest:.3g} to "
+                     f"{to:.3g} and the time down by <b>{100 * gain:.1f} %</b>")  # fmt: skip
     return f"{time}; {'; '.join(parts)}."
 
 

@@ -64,6 +64,8 @@ class PrecisionExplorer(Explorer):
             state = state.model_copy(update={"data": "tensor"})
         precision_view(state, self.tensor, p.sources())  # refuses what no control could hold
         super().__init__(state, p.sources())
+        if self.tensor is not None:
+            self.loaded = _told(Path(p.tensor).name, self.tensor)
 
     def build(self, state: PrecisionState) -> dict[str, Any]:
         formats = widgets.SelectMultiple(
@@ -99,6 +101,10 @@ class PrecisionExplorer(Explorer):
         if not c["formats"].value:
             c["formats"].value = ("bf16",)
 
+    @property
+    def from_file(self) -> bool:
+        return bool(self.controls["data"].value == "tensor")
+
     def take_file(self, name: str, content: bytes) -> str:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / Path(name).name
@@ -109,4 +115,8 @@ class PrecisionExplorer(Explorer):
             self.constrain()
             self.controls["data"].value = "tensor"
         self.refresh()
-        return f"{name}: a tensor of {' x '.join(map(str, tensor.shape)) or 'one value'}"
+        return _told(name, tensor)
+
+
+def _told(name: str, tensor: Tensor) -> str:
+    return f"{name}: a tensor of {' x '.join(map(str, tensor.shape)) or 'one value'}"

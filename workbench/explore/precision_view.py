@@ -25,7 +25,7 @@ from workbench.hardware import Hardware
 from workbench.model.cost import BF16_BYTES, expert_flop, hbm_bytes
 from workbench.model.roofline import link_ms
 from workbench.report import figures_explore as fx
-from workbench.report.figures_explore import MEASURED, PREDICTED, PUBLISHED, Panel
+from workbench.report.figures_explore import OBSERVED, PREDICTED, Panel
 from workbench.report.theme import STYLES, system_name
 
 Data = Literal["gaussian", "student_t", "outlier_channel", "tensor"]
@@ -133,7 +133,7 @@ def precision_view(state: PrecisionState, tensor: Any, sources: Sources) -> View
         rows=_table(names, errors, times),
         spec=fx.explorer_figure(title, PANELS, traces, barmode="group"),
         sentence=_sentence(state, names, by_format, times),
-        notes=tuple(filter(None, (*notes, sources.own_note(found)))),
+        notes=tuple(filter(None, (*notes, sources.own_note(found, state.hardware)))),
     )
 
 
@@ -209,7 +209,7 @@ def _trade(state: PrecisionState, names: list[str], by_format: dict[str, dict[st
                 "arrayminus": [row["iterationMS"] - row["iterationLowMS"]],
             }  # fmt: skip
             traces.append(trace)
-        for origin in (PUBLISHED, MEASURED):
+        for origin in OBSERVED:
             rows = [r for r in found if r["source"] == origin
                     and r["precision"] == format_precision(FORMATS[name])]  # fmt: skip
             measured = [r["iterationMS"] for r in rows]

@@ -19,7 +19,7 @@ from workbench.errors import InputError
 from workbench.hardware import Hardware, known_devices, load_hardware, match_device
 from workbench.model.calibration import DEFAULT, Calibration, load_calibration
 from workbench.moe.case_plan import CasePlans
-from workbench.report.figures_explore import MEASURED, PUBLISHED, Spec
+from workbench.report.figures_explore import ELSEWHERE, MEASURED, PUBLISHED, Spec
 from workbench.report.theme import STYLES, system_name
 
 System = tuple[str, str, str]
@@ -200,25 +200,34 @@ class Sources:
 
     def matching(self, state: ShapeState, **fields: Any) -> list[Row]:
         """Cases of the state's mode, EP and shape, and of `fields`; published ones only where the
-        state's device is the one that they were measured on, own ones whatever the device."""
+        state's device is the one that they were measured on, own ones of other devices as such."""
         wanted = {name: getattr(state, name) for name in WORKLOAD} | fields
         wanted = {name: value for name, value in wanted.items() if value is not ...}
-        return [
-            row
-            for row in self.rows
-            if (row["source"] == MEASURED or row["peaks"] == state.hardware)
-            and all(row[name] == value for name, value in wanted.items())
-        ]
+        found = []
+        for row in self.rows:
+            if any(row[name] != value for name, value in wanted.items()):
+                continue
+            if row["peaks"] == state.hardware:
+                found.append(row)
+            elif row["source"] == MEASURED:
+                found.append(row | {"source": ELSEWHERE})
+        return found
 
-    def own_note(self, shown: Sequence[Row]) -> str:
-        """How many of the user's records the figure shows, and what the others are."""
+    def own_note(self, shown: Sequence[Row], hardware: str) -> str:
+        """How many of the user's records the figure shows, what the others are, and on which device
+        they were measured if it is not `hardware`."""
         own = self.own_rows
         if not own:
             return ""
-        count = len({id(row) for row in shown if row["source"] == MEASURED})
-        others = "; ".join(workload_name(row) for row in self.own_workloads())
-        told = f"{count} of {len(own)} records of {Path(self.own).name} have this workload"
-        return told if count == len(own) else f"{told}; the file has {others}"
+        mine = [row for row in shown if row["source"] != PUBLISHED]
+        told = f"{len(mine)} of {len(own)} records of {Path(self.own).name} have this workload"
+        if len(mine) < len(own):
+            others = "; ".join(workload_name(row) for row in self.own_workloads())
+            told += f"; the file has {others}"
+        elsewhere = sorted({str(row["device"]) for row in mine if row["source"] == ELSEWHERE})
+        if elsewhere:
+            told += f"; measured on {', '.join(elsewhere)}, while the prediction is for {hardware}"
+        return told
 
     def own_workloads(self) -> list[Row]:
         """One of the user's rows for each distinct workload."""

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from workbench.errors import InputError
 from workbench.explore.controls import (
     constrain_workload,
     dropdown,
@@ -28,6 +29,8 @@ class WidthExplorer(Explorer):
 
     def __init__(self, parameters: WidthParameters | None = None) -> None:
         p = parameters or WidthParameters()
+        if "F" in p.model_fields_set and p.shape.get("F", p.F) != p.F:
+            raise InputError(f"shape F={p.shape['F']} must be F={p.F}, the parameter of that name")
         fields = {"F": p.F, "tile": p.tile} | p.workload() | split_system(p.system)
         super().__init__(WidthState.model_validate(fields), p.sources())
 

@@ -31,7 +31,7 @@ from workbench.model.cost import BF16_BYTES, MXFP8_BYTES, cost_table
 from workbench.model.roofline import attainable_tflops
 from workbench.moe import plan_arithmetic as pa
 from workbench.report import figures_explore as fx
-from workbench.report.figures_explore import MEASURED, PREDICTED, PUBLISHED, Panel
+from workbench.report.figures_explore import OBSERVED, PREDICTED, Panel
 from workbench.report.theme import INK, STYLES, system_name
 
 Floats = npt.NDArray[np.float64]
@@ -162,7 +162,12 @@ def width_view(state: WidthState, sources: Sources) -> View:
         rows=_table(state, current, found),
         spec=fx.explorer_figure(title, panels, traces),
         sentence=_sentence(state, hardware, row, moved),
-        notes=tuple(filter(None, (f"extrapolated: {why}" if why else "", sources.own_note(found)))),
+        notes=tuple(
+            filter(
+                None,
+                (f"extrapolated: {why}" if why else "", sources.own_note(found, state.hardware)),
+            )
+        ),
     )
 
 
@@ -178,7 +183,7 @@ def _roof(state: WidthState, hardware: Hardware, case: Case, row: Row,
     roof = attainable_tflops(x, peak_tflops=peak, hardware=hardware)
     name = "FP8 roof (for MXFP8)" if PEAK_FIELD[state.precision] == "fp8_tflops" else "BF16 roof"
     traces = [fx.rule(ROOF, name, x, roof, "solid", width=1.5)]
-    for origin in (PUBLISHED, MEASURED):
+    for origin in OBSERVED:
         part = np.array([r["source"] == origin for r in mine], bool)
         rows = [r for r in mine if r["source"] == origin]
         traces.append(fx.points(ROOF, origin, measured[part], [r["usefulTFPerGPU"] for r in rows],
@@ -221,7 +226,7 @@ def _rate(state: WidthState, F: Any, curves: list[System], swept: dict[System, l
                                   STYLES[system].colour))  # fmt: skip
         traces.append(fx.line(RATE, system_name(system), F, rate, STYLES[system],
                               2.2 if n == 0 else 1.3))  # fmt: skip
-        for origin in (PUBLISHED, MEASURED):
+        for origin in OBSERVED:
             own = [r for r in found if r["source"] == origin and system_of(r) == system]
             own = [r for r in own if r["usefulTFPerGPU"] == r["usefulTFPerGPU"]]
             traces.append(fx.points(RATE, origin, [r["F"] for r in own],

@@ -28,7 +28,10 @@ NARROWEST = 560
 """Width in px, in a browser, down to which the legend has room below the panels."""
 
 PREDICTED, PUBLISHED, MEASURED = "predicted", "published", "measured (own)"
-_ORIGIN_MARK = {PUBLISHED: ("circle", 7), MEASURED: ("star", 11)}
+ELSEWHERE = "measured (own, other device)"
+OBSERVED = (PUBLISHED, MEASURED, ELSEWHERE)
+"""The origins of points that are laid over predictions."""
+_ORIGIN_MARK = {PUBLISHED: ("circle", 7), MEASURED: ("star", 11), ELSEWHERE: ("star-open", 11)}
 
 
 @dataclass(frozen=True, kw_only=True)
