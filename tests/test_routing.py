@@ -142,7 +142,12 @@ def test_trace_is_taken_as_it_is():
     ("change", "message"),
     [
         ({"T": 7}, r"trace shape=\[12, 2\] must be \[N, K=2\], N at least ep\*T=14"),
-        ({"E": 7}, r"trace id=7 of token 3 must be 0 to E-1=6"),
+        ({"E": 6}, r"trace id=6 of token 3 must be 0 to E-1=5"),
+        ({"T": "6"}, "T='6' must be an integer"),
+        ({"E": 7}, "E=7 must be divisible by ep=2"),
+        ({"ids": [[1], [2, 3]]}, "trace ids must be an array: "),
+        ({"ids": None}, r"trace shape=\[\] must be"),
+        ({"scores": [["a"]]}, "trace scores of dtype=<U1 must be numbers"),
         ({"ids": np.ones((12, 2), int)}, r"trace ids=\[1, 1\] of token 0 must not repeat"),
         ({"ids": np.ones((12, 2))}, r"trace dtype=float64 must be an integer type"),
         ({"scores": np.full((12, 2), np.nan)}, r"trace scores of shape=\[12, 2\] must be finite"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.errors import InputError
+from workbench.errors import InputError, check_number, check_whole, one_line
 
 STUDY_SHAPE: Mapping[str, int] = {"T": 2048, "D": 7168, "E": 384, "K": 6, "sharedExperts": 1}
 """Shape of the published GB300 study (2026-10-16); every one of its cases has it."""
@@ -57,9 +57,10 @@ _SUFFIXES = {
     "scratch": "scratchFactor",
 }
 _ID = re.compile(
-    r"(?P<backend>\w+)-(?P<mode>\w+)-ep(?P<ep>\d+)-(?P<precision>\w+)-(?P<pipeline>\w+)"
-    r"-(?P<category>\w+)-(?:i(?P<imbalance>\d+(?:\.\d+)?)|(?P<profile>[A-Za-z]\w*))-F(?P<F>\d+)"
-    r"(?P<rest>(?:-(?:T|D|E|K|S|slot|scratch)\d+(?:\.\d+)?)*)"
+    r"(?P<backend>\w+)-(?P<mode>\w+)-ep(?P<ep>\d{1,18})-(?P<precision>\w+)-(?P<pipeline>\w+)"
+    r"-(?P<category>\w+)-(?:i(?P<imbalance>\d+(?:\.\d+)?)|(?P<profile>[A-Za-z]\w*))"
+    r"-F(?P<F>\d{1,18})(?P<rest>(?:-(?:(?:T|D|E|K|S)\d{1,18}|(?:slot|scratch)\d+(?:\.\d+)?))*)",
+    re.ASCII,
 )
 
 
@@ -97,21 +98,21 @@ class Case:
     scratchFactor: float = 8.0
 
     def __post_init__(self) -> None:
+        self._set_types()
         _one_of("backend", self.backend, PIPELINES)
         _one_of(f"pipeline of {self.backend}", self.pipeline, PIPELINES[self.backend])
         allowed = PIPELINES[self.backend][self.pipeline]
         _one_of(f"precision of {self.backend} {self.pipeline}", self.precision, allowed)
         _one_of("mode", self.mode, MODES)
         _one_of("category", self.category, CATEGORIES)
-        for name in ("ep", "F", "T", "D", "E", "K"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        _check(self.sharedExperts >= 0, "sharedExperts", self.sharedExperts, "must not be negative")
+        _check(self.scratchFactor > 0, "scratchFactor", self.scratchFactor, "must be positive")
         if math.isnan(self.slotFactor):
             object.__setattr__(self, "slotFactor", self._default("slotFactor"))
         _check(self.slotFactor >= 0, "slotFactor", self.slotFactor, "must not be negative")
-        _check(self.scratchFactor > 0, "scratchFactor", self.scratchFactor, "must be positive")
         _check(self.E % self.ep == 0, "E", self.E, f"must be divisible by ep={self.ep}")
         _check(self.K <= self.E, "K", self.K, f"must be at most E={self.E}")
+        rows = self.ep * self.T * self.K
+        _check(rows < 2**53, "ep*T*K", rows, "must be below 2**53")
         _check(
             (self.profile is not None) == (self.category == "packing"),
             "profile",
@@ -131,6 +132,29 @@ class Case:
                f"must be the number of layer factors, {len(self.factors)}")  # fmt: skip
         for factor in self.factors:
             check_factor(factor, ep=self.ep, E=self.E, K=self.K)
+
+    def _set_types(self) -> None:
+        """Plain Python numbers and a tuple, whatever gave them; raises InputError."""
+        plain: dict[str, Any] = {}
+        for name in ("ep", "F", "T", "D", "E", "K"):
+            plain[name] = check_whole(name, getattr(self, name))
+        for name in ("sharedExperts", "layers"):
+            plain[name] = check_whole(name, getattr(self, name), 0)
+        for name in ("imbalance", "scratchFactor"):
+            plain[name] = check_number(name, getattr(self, name))
+        if not (isinstance(self.slotFactor, float) and math.isnan(self.slotFactor)):
+            plain["slotFactor"] = check_number("slotFactor", self.slotFactor)
+        for name in ("slotFactor", "scratchFactor"):
+            _check(plain.get(name, 0) <= 1e6, name, plain.get(name), "must be at most 1e6")
+        if self.profile is not None and not isinstance(self.profile, str):
+            raise InputError(f"profile={one_line(repr(self.profile), 80)} must be a text or None")
+        if isinstance(self.factors, str) or not isinstance(self.factors, Iterable):
+            shown = one_line(repr(self.factors), 80)
+            raise InputError(f"factors={shown} must be a sequence of numbers")
+        plain["factors"] = tuple(check_number(f"factors[{n}]", factor)
+                                 for n, factor in enumerate(self.factors))  # fmt: skip
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
 
     @property
     def label(self) -> str:
@@ -165,15 +189,17 @@ _DEFAULTS = {f.name: f.default for f in fields(Case)}
 
 def parse_id(text: str) -> dict[str, Any]:
     """The fields that an id states, by name, unchecked. Raises InputError on text that is no id."""
-    match = _ID.fullmatch(text)
+    match = _ID.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise InputError(
-            f"id={text!r} must read {{backend}}-{{mode}}-ep{{ep}}-{{precision}}-{{pipeline}}"
-            "-{category}-{i<imbalance>|<profile>}-F{F}"
+            f"id={one_line(repr(text), 160)} must read {{backend}}-{{mode}}-ep{{ep}}-"
+            "{precision}-{pipeline}-{category}-{i<imbalance>|<profile>}-F{F}"
         )
     stated: dict[str, Any] = {k: v for k, v in match.groupdict().items() if v is not None}
     for part in stated.pop("rest").split("-")[1:]:
         short, number = re.fullmatch(r"([A-Za-z]+)([\d.]+)", part).groups()  # type: ignore[union-attr]
+        if _SUFFIXES[short] in stated:
+            raise InputError(f"id={one_line(repr(text), 160)} must state {short} once")
         stated[_SUFFIXES[short]] = float(number) if short in ("slot", "scratch") else int(number)
     for name in ("ep", "F"):
         stated[name] = int(stated[name])
@@ -187,6 +213,8 @@ def check_factor(factor: float, *, ep: int, E: int, K: int) -> None:
 
     A token's K experts are distinct, so at most min(K, E/ep) of them lie on one rank.
     """
+    ep, E, K = (check_whole(name, value) for name, value in (("ep", ep), ("E", E), ("K", K)))
+    check_number("imbalance", factor)
     largest = ep * min(K, E // ep) / K
     if ep == 1:
         _check(factor == 1, "imbalance", factor, "must be 1 at ep=1")
@@ -269,4 +297,6 @@ def _check(ok: bool, field: str, value: object, rule: str) -> None:
 
 
 def _one_of(field: str, value: str, known: Collection[str]) -> None:
-    _check(value in known, field, repr(value), f"must be one of {', '.join(known)}")
+    found = isinstance(value, str) and value in known
+    shown = one_line(repr(value), 80)
+    _check(found, field, shown, f"must be one of {', '.join(known)}")

@@ -9,14 +9,14 @@ Legend: T tokens per GPU, K experts per token, E experts, ep ranks, L layers, N 
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from workbench.case import Case, check_factor
-from workbench.errors import InputError
+from workbench.errors import InputError, check_number, check_whole
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -52,7 +52,11 @@ def rank_rows(
 
 
 def rows_by_rank(*, T: int, K: int, ep: int, factor: float) -> Ints:
-    """Rows that each rank receives, int64 [ep]."""
+    """Rows that each rank receives, int64 [ep]. Raises InputError."""
+    T, K, ep = _counts(T=T, K=K, ep=ep)
+    factor = check_number("imbalance", factor)
+    if not 0 <= factor <= ep:
+        raise InputError(f"imbalance={factor:g} must lie between 0 and ep={ep}")
     rank0 = int(rank_rows(T=T, K=K, ep=ep, factor=factor).rank0)
     return np.concatenate([[rank0], spread(ep * T * K - rank0, ep - 1)])
 
@@ -62,9 +66,23 @@ def rows_by_expert(*, T: int, K: int, E: int, ep: int, factor: float) -> Ints:
 
     Raises InputError if no routing with distinct experts per token has that factor.
     """
+    T, K, E, ep = _counts(T=T, K=K, E=E, ep=ep)
     check_factor(factor, ep=ep, E=E, K=K)
     by_rank = rows_by_rank(T=T, K=K, ep=ep, factor=factor)
     return np.concatenate([spread(int(rows), E // ep) for rows in by_rank])
+
+
+def _counts(**given: int) -> list[int]:
+    """The values as plain integers of at least 1 with rows that 53 bits hold; E and K fit ep."""
+    found = {name: check_whole(name, value) for name, value in given.items()}
+    T, K, ep, E = (found.get(name, 0) for name in ("T", "K", "ep", "E"))
+    if E and E % ep:
+        raise InputError(f"E={E} must be divisible by ep={ep}")
+    if E and K > E:
+        raise InputError(f"K={K} must be at most E={E}")
+    if ep * T * K >= 2**53:
+        raise InputError(f"ep*T*K={ep * T * K} must be below 2**53")
+    return list(found.values())
 
 
 def spread(rows: int, parts: int) -> Ints:
@@ -90,6 +108,10 @@ def route(*, T: int, K: int, E: int, ep: int, factor: float, seed: int = 0) -> R
     The same on every machine for a seed: only raw bits of PCG64, integers and divisions are used.
     Raises InputError if no routing with distinct experts per token has that factor.
     """
+    seed = check_whole("seed", seed, 0, 2**63 - 1)
+    T, K, E, ep = _counts(T=T, K=K, E=E, ep=ep)
+    if ep * T * K >= 2**31:
+        raise InputError(f"ep*T*K={ep * T * K} must be below 2**31, or no array of ids fits")
     rows = rows_by_expert(T=T, K=K, E=E, ep=ep, factor=factor)
     if rows.max() > ep * T:
         raise InputError(
@@ -110,6 +132,8 @@ def route(*, T: int, K: int, E: int, ep: int, factor: float, seed: int = 0) -> R
 
 def case_routes(case: Case, layer: int = 0, seed: int = 0) -> Routes:
     """Routing of a layer of a case: its factor, which a profile gives for each layer."""
+    layer = check_whole("layer", layer, 0, case.layers - 1)
+    seed = check_whole("seed", seed, 0, 2**40)
     return route(T=case.T, K=case.K, E=case.E, ep=case.ep, factor=case.factors[layer],
                  seed=seed * 1_000_003 + layer)  # fmt: skip
 
@@ -129,7 +153,9 @@ def trace_routes(
     Without scores [N, K], seeded ones are made. Raises InputError for a trace that is too short,
     of another K, or has ids that are out of range or repeat in a token, or scores not finite.
     """
-    table, needed = np.asarray(ids), ep * T
+    seed = check_whole("seed", seed, 0, 2**63 - 1)
+    T, K, E, ep = _counts(T=T, K=K, E=E, ep=ep)
+    table, needed = _array("ids", ids), ep * T
     if table.ndim != 2 or table.shape[1] != K or len(table) < needed:
         raise InputError(
             f"trace shape={list(table.shape)} must be [N, K={K}], N at least ep*T={needed}"
@@ -148,12 +174,23 @@ def trace_routes(
     chosen = table.astype(np.int32).reshape(ep, T, K)
     if scores is None:
         return Routes(chosen, _scores(np.random.PCG64(seed), ep, T, K))
-    weights = np.asarray(scores, np.float32)
+    weights = _array("scores", scores)
+    if weights.dtype.kind not in "iuf":
+        raise InputError(f"trace scores of dtype={weights.dtype} must be numbers")
+    with np.errstate(over="ignore"):
+        weights = weights.astype(np.float32)
     if weights.shape[1:] != (K,) or len(weights) < needed or not np.isfinite(weights).all():
         raise InputError(
             f"trace scores of shape={list(weights.shape)} must be finite and [N, K={K}]"
         )
     return Routes(chosen, weights[:needed].reshape(ep, T, K))
+
+
+def _array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"trace {name} must be an array: {error}") from None
 
 
 def _bits(random: np.random.PCG64, *shape: int) -> npt.NDArray[np.uint64]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.case import Case
-from workbench.errors import InputError
+from workbench.errors import InputError, check_number, check_whole, one_line
 
 MODES = ("training", "inference")
 PIPELINES = ("standard", "alltoall")
@@ -43,13 +43,14 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("T", "D", "F", "E", "K", "ep", "layers"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            _check(whole and value >= 1, name, value, "must be an integer of at least 1")
+            object.__setattr__(self, name, check_whole(name, getattr(self, name)))
         for name, known in (("mode", MODES), ("pipeline", PIPELINES), ("dtype", DTYPES),
                             ("executor", EXECUTORS), ("validate", VALIDATE)):  # fmt: skip
             value = getattr(self, name)
-            _check(value in known, name, repr(value), f"must be one of {', '.join(known)}")
+            found = isinstance(value, str) and value in known
+            _check(found, name, one_line(repr(value), 80), f"must be one of {', '.join(known)}")
+        for name in ("slot_factor", "scratch_factor"):
+            object.__setattr__(self, name, check_number(name, getattr(self, name)))
         _check(self.E % self.ep == 0, "E", self.E, f"must be divisible by ep={self.ep}")
         _check(self.K <= self.E, "K", self.K, f"must be at most E={self.E}")
         _check(0 <= self.slot_factor < 1e6, "slot_factor", self.slot_factor,
