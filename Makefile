@@ -23,7 +23,9 @@ test: $(VENV)/.test $(VENV)/.browser
 	$(PY) -m pytest -q --durations=10 --numprocesses 2 --dist loadfile
 
 lab: $(VENV)/.run
-	$(VENV)/bin/jupyter lab notebooks/00_index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(VENV)/bin/jupyter lab notebooks/00_index.ipynb \
+		--ContentsManager.pre_save_hook=workbench.lab.keep_without_outputs \
+		$(if $(filter 0,$(shell id -u)),--allow-root)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,7 +23,7 @@ FLOW = (
     ("model",),
     ("report",),
     ("explore",),
-    ("parameters", "execute"),
+    ("parameters", "execute", "lab"),
     ("notebook",),
     ("grid", "study"),
     ("speed",),  # times the parts of the workbench, so it stands after all of them

@@ -73,6 +73,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
         f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=",
+        "--ContentsManager.pre_save_hook=workbench.lab.keep_without_outputs",
         f"--LabApp.app_dir={share / 'lab'}", f"--ServerApp.root_dir={home / 'notebooks'}",
     ]  # fmt: skip
     log = home / "lab.log"
@@ -131,6 +132,18 @@ class Notebook:
         self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for(timeout=60_000)
         self.page.get_by_role("menuitem", name="Run", exact=True).first.click()
         self.page.get_by_text("Run All Cells", exact=True).click()
+
+    def save(self, path: Path) -> None:
+        """Save, and wait until the file has been written."""
+        self.page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for(timeout=60_000)
+        before = path.stat().st_mtime_ns
+        self.page.get_by_role("menuitem", name="File", exact=True).first.click()
+        self.page.get_by_text("Save Notebook", exact=True).first.click()
+        for _ in range(100):
+            if path.stat().st_mtime_ns != before:
+                return
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"{path.name} was not saved")
 
     def control(self, label: str) -> Any:
         exact = re.compile(f"^{re.escape(label)}$")

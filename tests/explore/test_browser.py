@@ -141,3 +141,29 @@ def test_index_leads_to_every_notebook(notebook: Notebook) -> None:
     links.filter(has_text="Imbalance").click()
     notebook.page.get_by_role("tab", name="03_imbalance.ipynb").wait_for(timeout=20_000)
     assert notebook.complaints() == []
+
+
+@pytest.mark.parametrize("notebook", ["04_width.ipynb"], indirect=True)
+def test_a_stored_notebook_stays_as_it_is(notebook: Notebook) -> None:
+    """Opened and saved, and run and saved: the file has the same bytes as before."""
+    path = notebook.lab.folder / notebook.name
+    before = path.read_bytes()
+    notebook.save(path)
+    assert path.read_bytes() == before
+    notebook.run_all()
+    notebook.wait_text(words(WidthExplorer()))
+    notebook.save(path)
+    assert path.read_bytes() == before
+    # what is written into a cell is kept
+    edited = before.decode().replace("F = 3072", "F = 2048")
+    notebook.page.locator(".jp-CodeCell .jp-Placeholder").first.click()
+    notebook.page.locator(".jp-CodeCell .cm-line", has_text="F = 3072").first.click()
+    notebook.page.keyboard.press("Home")
+    for _ in range(len("F = ")):
+        notebook.page.keyboard.press("ArrowRight")
+    for _ in range(4):
+        notebook.page.keyboard.press("Delete")
+    notebook.page.keyboard.type("2048")
+    notebook.save(path)
+    assert path.read_text() == edited
+    assert notebook.complaints() == []
