@@ -211,7 +211,9 @@ def _kind_of(default: Any) -> Any:
 def _kind_stated(where: str, node: ast.expr) -> Any:
     text = ast.unparse(node)
     try:
-        return eval(text, {"__builtins__": {}}, dict(_TYPE_NAMES))
+        kind = eval(text, {"__builtins__": {}}, dict(_TYPE_NAMES))
+        TypeAdapter(kind)  # not all that can be written here is a type: ["a", "b"]
+        return kind
     except Exception as error:
         raise InputError(
             f"{where}: type {text} must be made of {', '.join(_TYPE_NAMES)} and None"

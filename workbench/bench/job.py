@@ -4,10 +4,13 @@ Imports no torch: the driver that starts the ranks needs none.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from workbench.bench.schema import fault
 from workbench.case import Case
 from workbench.errors import InputError
 from workbench.files import read_json, write_atomic
@@ -75,19 +78,19 @@ class Job:
 
 
 def read_job(path: Path) -> Job:
-    """The job that `Job.write` wrote."""
-    found: dict[str, Any] = read_json(path)
-    settings = found.pop("settings")
-    protocol = Protocol(**settings.pop("protocol"))
-    cases = tuple(case_from(fields_) for fields_ in found.pop("cases"))
-    return Job(cases=cases, settings=Settings(protocol=protocol, **settings), **found)
+    """The job that `Job.write` wrote. Raises InputError."""
+    return as_dataclass(Job, read_json(path), path)
 
 
-def case_from(stated: dict[str, Any]) -> Case:
-    """A case from its fields as JSON has them. Raises InputError."""
-    names = {f.name for f in fields(Case)}
-    return Case(**{k: v for k, v in stated.items() if k in names}
-                | {"factors": tuple(stated["factors"])})  # fmt: skip
+T = TypeVar("T")
+
+
+def as_dataclass(kind: type[T], content: Any, path: Path) -> T:
+    """What `asdict` and JSON made of a `kind`, checked. Raises InputError with file and place."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        raise fault(error, path) from None
 
 
 class Folder:

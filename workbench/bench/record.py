@@ -7,6 +7,7 @@ in the row's `extra`. `table.attrs["source"]` is the file it came from.
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def load_table(path: str | Path = REFERENCE) -> pd.DataFrame:
     Raises InputError naming file, place and rule.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a name that no file system takes
         tables = [load_table(file) for file in sorted(path.rglob("*.record.json"))]
         if not tables:
             raise InputError(f"{path}: holds no *.record.json")

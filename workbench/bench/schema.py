@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from workbench.case import PROFILES, STUDY_SHAPE, Case, parse_id
-from workbench.errors import InputError, one_line
+from workbench.errors import InputError, check_number, one_line
 from workbench.files import parse_json
 
 Origin = Literal["measured", "published", "predicted", "specification"]
@@ -115,7 +115,7 @@ class Record(_Model):
                 given["factors"] = tuple(map(float, profiles[self.profile]))
         for name in ("slotFactor", "scratchFactor"):
             if self.capacity and name in self.capacity:
-                given[name] = float(self.capacity[name])
+                given[name] = check_number(f"capacity.{name}", self.capacity[name])
         for name, stated in parse_id(self.id).items():
             held = given.setdefault(name, stated)
             if held != stated:

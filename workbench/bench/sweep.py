@@ -8,6 +8,7 @@ keeps its record and `resume` goes on with the others, and tries those again tha
 import contextlib
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import workbench
-from workbench.bench.job import Folder, Job, Protocol, Settings, case_from
+from workbench.bench.job import Folder, Job, Settings, as_dataclass
 from workbench.bench.launch import Ended, JobRun, Launch, run_jobs
 from workbench.bench.machine import device_label
 from workbench.bench.matrix import check_ranks
@@ -104,11 +105,9 @@ def open_sweep(
         if not resume:
             raise InputError(f"out={path} holds a sweep already; resume it or name another folder")
         found = _read_state(folder)
-        known = [case_from(stated) for stated in found["cases"]]
-        protocol = Protocol(**found["settings"].pop("protocol"))
-        kept = Settings(protocol=protocol, **found["settings"])
-        added = tuple(found["environment"].items())
-        sweep = Sweep(folder, known, kept, replace(launch, environment=added), found["limit_s"])
+        known, added = list(found.cases), tuple(found.environment.items())
+        launch_there = replace(launch, environment=added)
+        sweep = Sweep(folder, known, found.settings, launch_there, found.limit_s)
         given = {} if settings is None else flat(settings)
         given |= {} if limit_s is None else {"limit_s": limit_s}
         given |= {"environment": dict(launch.environment)} if launch.environment else {}
@@ -120,14 +119,14 @@ def open_sweep(
     if not cases:
         raise InputError(f"out={path} holds no sweep to resume")
     limit_s = LIMIT_S if limit_s is None else limit_s
-    if not limit_s > 0:
-        raise InputError(f"limit_s={limit_s} must be positive")
+    if not 0 < limit_s < math.inf:
+        raise InputError(f"limit_s={limit_s} must be positive and finite")
     check_ranks(cases, ranks, launch.nnodes)
     sweep = Sweep(folder, list(cases), settings or Settings(), launch, limit_s)
     state = {
         "version": workbench.__version__,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "limit_s": limit_s, "settings": asdict(sweep.settings),
+        "limit_s": float(limit_s), "settings": asdict(sweep.settings),
         "environment": dict(launch.environment),
         "cases": [asdict(case) for case in cases],
     }  # fmt: skip
@@ -233,7 +232,19 @@ class Teller:
                         running=running, record=record, left_s=left_s)  # fmt: skip
 
 
-def _read_state(folder: Folder) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """What `sweep.json` says."""
+
+    version: str
+    started: str
+    limit_s: float
+    settings: Settings
+    environment: dict[str, str]
+    cases: tuple[Case, ...]
+
+
+def _read_state(folder: Folder) -> _State:
     found = read_json(folder.state)
     version = found.get("version") if isinstance(found, dict) else None
     if version != workbench.__version__:
@@ -241,7 +252,7 @@ def _read_state(folder: Folder) -> dict[str, Any]:
             f"out={folder.path} holds a sweep of moe-workbench {version}, must be of"
             f" {workbench.__version__}; name another folder"
         )
-    return dict(found)
+    return as_dataclass(_State, found, folder.state)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ The reference is the same layer in float64 on the same unquantised inputs.
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -129,7 +130,7 @@ def load_tensor(path: str | Path) -> Tensor:
     readers = {".npy": _read_npy, ".pt": _read_pt, ".pth": _read_pt}
     if path.suffix not in readers:
         raise StudyError(f"path={path.name!r} must end in {', '.join(readers)}")
-    if not path.is_file():
+    if not os.path.isfile(path):  # False for a name that no file system takes
         raise StudyError(f"path={path.name!r} must be an existing file")
     try:
         loaded = readers[path.suffix](path)
