@@ -126,7 +126,7 @@ def open_sweep(
     state = {
         "version": workbench.__version__,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "limit_s": float(limit_s), "settings": asdict(sweep.settings),
+        "limit_s": limit_s, "settings": asdict(sweep.settings),
         "environment": dict(launch.environment),
         "cases": [asdict(case) for case in cases],
     }  # fmt: skip
@@ -238,7 +238,7 @@ class _State:
 
     version: str
     started: str
-    limit_s: float
+    limit_s: int | float
     settings: Settings
     environment: dict[str, str]
     cases: tuple[Case, ...]
