@@ -186,13 +186,18 @@ def compare_command(
         for row in found.to_dict("records"):
             print(json.dumps({k: None if v != v else v for k, v in row.items()}))
         return
+    import pandas as pd
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("case", "A [ms]", "B [ms]", "B / A", "95 % interval", "B is", "")
+    table = Table("case", "A [ms]", "p20 to p80", "B [ms]", "p20 to p80", "B / A",
+                  "95 % interval", "B is", "")  # fmt: skip
     for row in found.itertuples():
         known = row.ratio == row.ratio and row.ratio is not None
-        numbers = [f"{v:.4g}" if v == v and v is not None else "-" for v in (row.aMS, row.bMS)]
+        sides = ((row.aMS, row.aMS_p20, row.aMS_p80), (row.bMS, row.bMS_p20, row.bMS_p80))
+        numbers = [text for middle, low, high in sides for text in
+                   ((f"{middle:.4g}", f"{low:.4g} to {high:.4g}") if pd.notna(middle)
+                    else ("-", "-"))]  # fmt: skip
         span = [f"{row.ratio:.3f}", f"{row.low:.3f} to {row.high:.3f}"] if known else ["-", "-"]
         table.add_row(row.id, *numbers, *span, row.verdict, row.why or "")
     Console(width=None if sys.stdout.isatty() else 200).print(table)
@@ -282,6 +287,7 @@ def describe(progress: Any) -> str:
     """The line for a case that ended: count, id, time or reason, time left."""
     record = progress.record
     found = f"{record.iterationMS:.4g} ms" if record.iterationMS else f"failed: {record.reason}"
+    found += ", noisy" if record.noisy else ""
     left = f", {progress.left_s:.0f} s left" if progress.left_s else ""
     return f"{progress.done}/{progress.total} {record.id}: {found}{left}"
 

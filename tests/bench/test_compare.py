@@ -78,8 +78,12 @@ def test_runs_that_cannot_be_compared(tmp_path):
     b = write_run(tmp_path / "b", [10, 10.1], cases=local_matrix()[8:9])
     with pytest.raises(InputError, match="have no case in common"):
         compare(a, b)
+    (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"empty: holds no \*.record.json"):
         compare(a, tmp_path / "empty")
+    for wrong in (tmp_path / "gone", next(a.iterdir())):
+        with pytest.raises(InputError, match=f"{wrong.name}: must be a folder with records"):
+            compare(a, wrong)
     with pytest.raises(InputError, match="metric='speed' must be one of"):
         compare(a, a, "speed")
 

@@ -181,7 +181,7 @@ def test_a_failed_write_leaves_the_old_file(figures, tmp_path, monkeypatch):
 def test_figure_data_has_error_bars_panels_and_cases(figures):
     headline = figure_data(figures["headline"])
     total = headline[headline["y"] == "all pairs (44)"].iloc[-1]
-    assert (round(total["x"], 3), round(total["low"], 3), round(total["high"], 3)) == (
+    assert (round(total["x"], 3), round(total["x_low"], 3), round(total["x_high"], 3)) == (
         1.173, 1.048, 1.401,
     )  # fmt: skip
     slowdown = figure_data(figures["slowdown"])

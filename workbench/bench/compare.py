@@ -1,6 +1,7 @@
 """Two runs case by case: faster, slower, same or undecided, from the intervals of their samples."""
 
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from scipy import stats
 
 from workbench.bench.own import read_record
 from workbench.bench.schema import OwnRecord
+from workbench.bench.stated import HIGH, LOW
+from workbench.case import Case
 from workbench.errors import InputError
 
 MARGIN = 0.02
@@ -20,6 +23,8 @@ METRICS = ("iteration", "forward", "backward")
 
 def load_run(path: str | Path) -> dict[str, OwnRecord]:
     """The records below a folder, by id. Raises InputError for none, or one that is wrong."""
+    if not Path(path).is_dir():
+        raise InputError(f"{path}: must be a folder with records of a sweep")
     found = {}
     for file in sorted(Path(path).rglob("*.record.json")):
         record = read_record(file)
@@ -60,8 +65,10 @@ def verdict(low: float, high: float, margin: float = MARGIN) -> str:
 def compare(
     a: str | Path, b: str | Path, metric: str = "iteration", margin: float = MARGIN
 ) -> pd.DataFrame:
-    """One row per case of either run: id, aMS, bMS, ratio (B / A), low, high, verdict (of B against
-    A) and why it is undecided. Raises InputError where the runs have no case in common."""
+    """One row per case of either run: id, median, p20 and p80 over windows of A and B in ms, ratio
+    (B / A), low, high, verdict (of B against A), and why it is undecided or to be doubted.
+
+    Raises InputError where the runs have no case in common."""
     if metric not in METRICS:
         raise InputError(f"metric={metric!r} must be one of {', '.join(METRICS)}")
     if not margin >= 0:
@@ -71,7 +78,9 @@ def compare(
         raise InputError(f"{a} and {b} have no case in common")
     rows = [_row(name, runs[0].get(name), runs[1].get(name), metric, margin)
             for name in dict.fromkeys([*runs[0], *runs[1]])]  # fmt: skip
-    columns = ["id", "aMS", "bMS", "ratio", "low", "high", "verdict", "why"]
+    ends = ("", LOW, HIGH)
+    columns = ["id", *(f"aMS{end}" for end in ends), *(f"bMS{end}" for end in ends)]
+    columns += ["ratio", "low", "high", "verdict", "why"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -81,12 +90,16 @@ def _row(
     windows = [_windows(record, metric) for record in (a, b)]
     found: dict[str, object] = {"id": name, "verdict": "undecided"}
     for column, values in zip(("aMS", "bMS"), windows, strict=True):
-        found[column] = float(np.median(values)) if isinstance(values, list) else None
+        for end, percentile in (("", 50), (LOW, 20), (HIGH, 80)):
+            times = [] if isinstance(values, str) else values
+            found[column + end] = float(np.percentile(times, percentile)) if times else None
     problems = [f"{which}: {values}" for which, values in zip("AB", windows, strict=True)
                 if isinstance(values, str)]  # fmt: skip
     devices = {record.device for record in (a, b) if record is not None}
     if len(devices) > 1:
         problems.append(f"devices differ: {' / '.join(sorted(devices))}")
+    if a is not None and b is not None and (differs := _other_work(a.case(), b.case())):
+        problems.append(differs)
     if problems:
         return found | {"why": "; ".join(problems)}
     ratio, low, high = ratio_interval(*windows)  # type: ignore[arg-type]
@@ -94,7 +107,15 @@ def _row(
     why = f"the interval spans 1 and more than {margin:.0%}" if said == "undecided" else ""
     if math.isinf(high):
         why = "fewer than two windows"
+    noisy = [which for which, record in zip("AB", (a, b), strict=True) if record and record.noisy]
+    why = "; ".join(filter(None, [why, " and ".join(noisy) + " noisy" if noisy else ""]))
     return found | {"ratio": ratio, "low": low, "high": high, "verdict": said, "why": why}
+
+
+def _other_work(a: Case, b: Case) -> str:
+    """What differs in two cases of one id."""
+    pairs = ((f.name, getattr(a, f.name), getattr(b, f.name)) for f in fields(Case))
+    return ", ".join(f"{name} differs: {x} / {y}" for name, x, y in pairs if x != y)
 
 
 def _windows(record: OwnRecord | None, metric: str) -> list[float] | str:

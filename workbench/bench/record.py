@@ -2,8 +2,10 @@
 
 A table has one row per case: the published file's field names as columns, then the shape (T, D,
 E, K, sharedExperts), `factors` (a tuple, one imbalance factor per layer), slotFactor and
-scratchFactor, and `origin`, `implementation`, `device`. A field the schema does not know is kept
-in the row's `extra`. `table.attrs["source"]` is the file it came from.
+scratchFactor, `origin`, `implementation`, `device`, then `protocol` (how it was measured, in words)
+and p20 and p80 over windows of each time (`iterationMS_p20` ...), where a record has them. A field
+the schema does not know is kept in the row's `extra`. `table.attrs["source"]` is the file it came
+from.
 """
 
 import json
@@ -26,6 +28,7 @@ from workbench.bench.schema import (
     parse_results,
     validate,
 )
+from workbench.bench.stated import TIME_SPREAD, file_protocol, own_protocol, time_spread
 from workbench.case import Case
 from workbench.errors import InputError
 from workbench.files import parse_json, read_file, write_atomic
@@ -39,7 +42,8 @@ WORKLOAD = ("mode", "ep", "precision", "category", "F", "factors", *SHAPE)
 _FIELDS = Record.model_fields
 _TEXT = ("profile", "sharedSchedule", "status", "reason")
 _DTYPES = {**dict.fromkeys(METRICS, "float64"), **dict.fromkeys(_TEXT, "str"),
-           "peakReservedBytes": "Int64", "fastMath": "boolean"}  # fmt: skip
+           "peakReservedBytes": "Int64", "fastMath": "boolean", "noisy": "boolean",
+           **dict.fromkeys(TIME_SPREAD, "float64")}  # fmt: skip
 _DERIVED = ("factors", "slotFactor", "scratchFactor", "extra")
 
 
@@ -145,11 +149,15 @@ def _table(records: Sequence[Record], cases: list[Case], meta: dict[str, Any]) -
         row = {name: getattr(record, name) for name in _FIELDS}
         row |= {name: getattr(case, name) for name in (*SHAPE, *_DERIVED[:-1])}
         row["extra"] = record.model_extra or {}
+        row |= time_spread(record.samples)
+        row["protocol"] = own_protocol(record.provenance)
+        if record.origin in (None, "published"):
+            row["protocol"] = row["protocol"] or file_protocol(meta)
         row["origin"] = record.origin or "published"
         row["implementation"] = record.implementation or record.backend
         row["device"] = record.device or meta["hardware"]
         rows.append(row)
-    table = pd.DataFrame(rows, columns=[*_FIELDS, *_DERIVED])
+    table = pd.DataFrame(rows, columns=[*_FIELDS, *_DERIVED, "protocol", *TIME_SPREAD])
     return table.astype(_DTYPES)
 
 

@@ -5,12 +5,14 @@ Margins and heights are computed in px, so that what is exported does not depend
 """
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from workbench.bench.stated import HIGH, LOW, NOISE
 from workbench.report.theme import (
     COLUMN,
     INK,
@@ -26,13 +28,17 @@ Axis = dict[str, Any]
 """Properties of a plotly axis; `title` is a text that ends with the unit in brackets."""
 
 _LEFT, _RIGHT, _TITLE, _PANEL_TITLE, _GAP, _BOTTOM = 50, 10, 32, 16, 16, 44
+SUBTITLE_ROW = 12
 _LEGEND_TITLE, _LEGEND_ROW, _LEGEND_MARK = 20, 19, 45
 """What plotly takes for the title of a legend, a row, and beside the text of an entry, px."""
 
 _TICKS_125 = [m * 10.0**e for e in range(-4, 7) for m in (1, 2, 5)]
 
 LOG = {"type": "log", "tickvals": _TICKS_125, "ticktext": [f"{v:g}" for v in _TICKS_125]}
-COLUMNS = ["series", "panel", "x_axis", "x", "y_axis", "y", "low", "high", "case"]
+COLUMNS = ["series", "panel", "x_axis", "x", "x_low", "x_high", "y_axis", "y", "y_low", "y_high",
+           "case"]  # fmt: skip
+NOISY = "noisy"
+"""Name of the rings around cases whose windows differ by more than the record allows."""
 
 
 def grid(
@@ -117,9 +123,12 @@ def lines(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, column: int = 0, 
                 marker={"color": style.colour, "symbol": style.symbol, "size": 6,
                         "line": {"width": 1.2, "color": style.colour}},
                 hovertemplate="%{customdata}<br>x = %{x}<br>y = %{y:.4g}<extra></extra>",
+                **{f"error_{axis}": bar for axis, name in (("x", x), ("y", y))
+                   if (bar := spread(rows, name, style.colour))},
             ),
             column, row,
         )  # fmt: skip
+    rings(fig, frame[frame[y].notna()], x, y, column, row, panel)
 
 
 def bars(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, column: int = 0, row: int = 0,
@@ -135,9 +144,68 @@ def bars(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, column: int = 0, r
                         "pattern": {"shape": style.pattern, "size": 5, "fgcolor": "white",
                                     "fillmode": "overlay", "solidity": 0.35}},
                 hovertemplate="%{customdata}<br>%{y:.4g}<extra></extra>",
+                **({"error_y": bar} if (bar := spread(rows, y, INK)) else {}),
             ),
             column, row,
         )  # fmt: skip
+        rings(fig, rows, x, y, column, row, panel, name)
+
+
+def spread(rows: pd.DataFrame, name: str, colour: str) -> dict[str, Any] | None:
+    """The error bar of a column from its p20 to its p80, None where no row has them."""
+    if f"{name}{LOW}" not in rows or f"{name}{HIGH}" not in rows:
+        return None
+    low, high = (rows[f"{name}{end}"].astype(float) for end in (LOW, HIGH))
+    if low.isna().all():
+        return None
+    middle = rows[name].astype(float)
+    return {"type": "data", "symmetric": False, "thickness": 1, "width": 2, "color": colour,
+            "array": (high - middle).clip(lower=0),
+            "arrayminus": (middle - low).clip(lower=0)}  # fmt: skip
+
+
+def rings(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, column: int, row: int, panel: str,
+          bars_of: str = "") -> None:  # fmt: skip
+    """A ring around each noisy case, over a bar of the series `bars_of` where it is given."""
+    noisy = frame[frame["noisy"].eq(True).fillna(False)] if "noisy" in frame else frame[:0]
+    if noisy.empty:
+        return
+    ring = go.Scatter(
+        x=noisy[x],
+        y=noisy[y],
+        name=NOISY,
+        mode="markers",
+        meta=panel,
+        customdata=noisy["id"],
+        marker={"symbol": "circle-open", "size": 11, "color": INK, "line": {"width": 1.2}},
+        hovertemplate="%{customdata}<br>noisy<extra></extra>",
+    )
+    if bars_of:
+        ring.update(offsetgroup=bars_of)
+        fig.update_layout(scattermode="group", scattergap=0.25)
+    add(fig, ring, column, row)
+
+
+def subtitle(fig: go.Figure, told: Sequence[str]) -> go.Figure:
+    """`told` in small print below the title, with what error bars and rings mean where there are
+    any; the figure grows by its lines. A figure that shows nothing stays as it is."""
+    cases = figure_data(fig).dropna(subset="case")
+    told = [*told]
+    if cases[["x_low", "y_low"]].notna().any(axis=None):
+        told.append("error bars: p20 to p80 over windows")
+    if cases["series"].eq(NOISY).any():
+        told.append(f"rings: {NOISY}, {NOISE}")
+    if not told or not fig.data:
+        return fig
+    fits = int((fig.layout.width - 2 * _RIGHT) / (0.45 * SMALL))
+    text = [part for one in told for part in textwrap.wrap(one, fits)]
+    below = SUBTITLE_ROW * len(text)
+    fig.update_layout(
+        title={"subtitle": {"text": "<br>".join(text), "font": {"size": SMALL, "color": INK}}},
+        height=fig.layout.height + below,
+        margin={"t": fig.layout.margin.t + below},
+    )
+    return fig
 
 
 def ticks_over_bars(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, name: str,
@@ -204,8 +272,8 @@ def empty(title: str, message: str) -> go.Figure:
 def figure_data(fig: go.Figure) -> pd.DataFrame:
     """Exactly what a figure shows, one row per point, in the order drawn.
 
-    Columns: series, panel, title of the x axis and x, title of the y axis and y, ends of the error
-    bar, id of the case. Cells are empty where a trace has no such value.
+    Columns: series, panel, title of the x axis, x and the ends of its error bar, the same for y, id
+    of the case. Cells are empty where a trace has no such value.
     """
     frames = []
     for trace in fig.data:
@@ -213,10 +281,11 @@ def figure_data(fig: go.Figure) -> pd.DataFrame:
         points = {"series": trace.name, "panel": trace.meta or ""}
         points |= {"x_axis": axes["x"].title.text, "y_axis": axes["y"].title.text}
         frame = pd.DataFrame({"x": pd.Series(trace.x), "y": pd.Series(trace.y)}).assign(**points)
-        bar = trace.error_x
-        if bar is not None and bar.array is not None:
-            frame["low"] = frame["x"] - pd.Series(bar.arrayminus)
-            frame["high"] = frame["x"] + pd.Series(bar.array)
+        for axis, low, high in (("x", "x_low", "x_high"), ("y", "y_low", "y_high")):
+            bar = getattr(trace, f"error_{axis}", None)
+            if bar is not None and bar.array is not None:
+                frame[low] = frame[axis] - pd.Series(bar.arrayminus)
+                frame[high] = frame[axis] + pd.Series(bar.array)
         if trace.customdata is not None:
             frame["case"] = pd.Series(trace.customdata)
         frames.append(frame.astype({"x": object, "y": object}))

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
+from workbench.bench.stated import protocols
 from workbench.case import CATEGORIES
 from workbench.hardware import Hardware
 from workbench.report import figures_model, figures_packing, tables
-from workbench.report.draw import LOG, Axis, add, bars, empty, grid, legend, lines, rule
+from workbench.report.draw import LOG, Axis, add, bars, empty, grid, legend, lines, rule, subtitle
 from workbench.report.theme import COLUMN, DOUBLE, INK, SMALL
 
 TIME, USEFUL = "iteration time [ms]", "useful rate [TFLOP/s per GPU]"
@@ -59,7 +60,8 @@ def pairs(table: pd.DataFrame) -> go.Figure:
     if found.empty:
         return empty(title, "no pair of dist_moe and mok in this selection")
     modes = list(found["mode"].drop_duplicates())
-    span = [min(found["ratio"].min(), 1) - 0.03, found["ratio"].max() + 0.03]
+    low, high = tables.extent(found, "ratio")
+    span = [min(low, 1) - 0.03, high + 0.03]
     found["category"] = pd.Categorical(found["category"], CATEGORIES)
     order = found.sort_values(["mode", "ep", "precision", "category", "F", "imbalance", "profile"],
                               kind="stable")  # fmt: skip
@@ -217,6 +219,8 @@ class FigureSpec:
     function: Callable[..., go.Figure]
     caption: str
     needs_hardware: bool = False
+    timed: bool = True
+    """Whether it shows times or rates: then the protocol that ran stands below its title."""
 
 
 FIGURES: dict[str, FigureSpec] = {
@@ -259,12 +263,14 @@ FIGURES: dict[str, FigureSpec] = {
         function=figures_packing.load,
         caption="mok pads each expert to 256 rows, keeps a fixed number of rows per layer and "
         "replays the rest in backward; dist_moe's scratch is a hard bound.",
+        timed=False,
     ),
     "packing_slot": FigureSpec(
         title="Packing: slot and scratch",
         function=figures_packing.slot,
         caption="Bytes of the fullest rank (bars), and what is reserved (lines). What does not fit "
         "the slot is recomputed in backward; what does not fit the scratch is fatal.",
+        timed=False,
     ),
     "packing_time": FigureSpec(
         title="Packing: time",
@@ -275,6 +281,7 @@ FIGURES: dict[str, FigureSpec] = {
         title="Packing: memory",
         function=figures_packing.memory,
         caption="Peak memory allocated (bars) and reserved by the allocator (lines).",
+        timed=False,
     ),
     "roofline": FigureSpec(
         title="Roofline",
@@ -299,6 +306,7 @@ FIGURES: dict[str, FigureSpec] = {
         title="Peak memory",
         function=memory,
         caption="One layer: weights, buffers and activations.",
+        timed=False,
     ),
 }
 
@@ -315,7 +323,10 @@ def all_figures(
     own = table
     if hardware is not None and not every_device:
         own = tables.on_device(table, hardware.name, hardware_file)
-    return {
-        name: spec.function(own, hardware) if spec.needs_hardware else spec.function(table)
-        for name, spec in ((name, FIGURES[name]) for name in names)
-    }
+    found = {}
+    for name in names:
+        spec = FIGURES[name]
+        shown = own if spec.needs_hardware else table
+        fig = spec.function(shown, hardware) if spec.needs_hardware else spec.function(shown)
+        found[name] = subtitle(fig, protocols(shown)) if spec.timed else fig
+    return found

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from workbench.bench.stated import HIGH, LOW
 from workbench.hardware import Hardware
 from workbench.model.roofline import attainable_tflops
 from workbench.report import tables
@@ -21,7 +22,7 @@ def roofline(table: pd.DataFrame, hardware: Hardware | None) -> go.Figure:
     found = tables.roofline(table, hardware)
     low, high = found["intensity"].min() / 1.5, found["intensity"].max() * 1.5
     peaks = {p: hardware.peak_tflops(p) for p in _ROOFS if p in set(found["precision"])}
-    bottom, top = found["TFLOPs"].min() / 1.6, max(peaks.values()) * 1.4
+    bottom, top = tables.extent(found, "TFLOPs")[0] / 1.6, max(peaks.values()) * 1.4
     fig = grid(
         f"{title} of {hardware.title}, cases on {_devices(found)}",
         [("", {"title": "useful FLOP per modelled HBM byte [FLOP/B]", **LOG,
@@ -45,14 +46,19 @@ def floors(table: pd.DataFrame, hardware: Hardware | None) -> go.Figure:
         return empty(title, _reason(hardware))
     found = tables.roofline(table, hardware)
     found["percent"] = 100 * found["busiestFloorFraction"]
+    for end, of in ((LOW, HIGH), (HIGH, LOW)):
+        over = found["iterationMS"] / tables.time_spread(found)[of[1:]]
+        found[f"percent{end}"] = found["percent"] * over
     parts = [(name, found[found["busiestBinds"] == name]) for name in ("compute", "HBM", "link")]
     parts = [(name, part) for name, part in parts if len(part)]
-    span = np.log10([found["iterationMS"].min() / 1.5, found["iterationMS"].max() * 1.5])
+    shortest, longest = tables.extent(found, "iterationMS")
+    span = np.log10([shortest / 1.5, longest * 1.5])
+    highest = tables.extent(found, "percent")[1]
     axis: Axis = {"title": "iteration time [ms]", **LOG, "range": span}
     fig = grid(
         f"Floor on {hardware.title} against time on {_devices(found)}",
         [(f"{name} binds ({len(part)} cases)", axis) for name, part in parts],
-        [{"title": "floor / time [%]", "range": [0, max(100, found["percent"].max() * 1.05)]}],
+        [{"title": "floor / time [%]", "range": [0, max(100, highest * 1.05)]}],
         width=DOUBLE, panel_height=220,
     )  # fmt: skip
     for n, (name, part) in enumerate(parts):

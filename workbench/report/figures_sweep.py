@@ -33,7 +33,8 @@ def side_by_side(table: pd.DataFrame) -> go.Figure:
     ]  # fmt: skip
     modes = list(found["mode"].drop_duplicates())
     most = found.groupby("mode")["workload"].nunique().max()
-    span = np.log10([found["iterationMS"].min() / 1.6, found["iterationMS"].max() * 1.6])
+    low, high = tables.extent(found, "iterationMS")
+    span = np.log10([low / 1.6, high * 1.6])
     labels = {mode: list(dict.fromkeys(found.loc[found["mode"] == mode, "workload"]))
               for mode in modes}  # fmt: skip
     longest = max(len(name) for names in labels.values() for name in names)
@@ -57,16 +58,17 @@ def slowdown(table: pd.DataFrame) -> go.Figure:
     title = "Slow-down by load: measured, published, predicted"
     found = tables.single_layer(table)
     found = found[found["slowdown"].notna() & (found["ep"] > 1)]
-    if found.empty:
-        return empty(title, "no one-layer case beside its balanced one")
     measured = set(found.loc[found["origin"] == "measured", "system"])
-    found = _named(found[found["system"].isin(measured)], with_ep=True)
+    found = found[found["system"].isin(measured)]
+    if found.empty:
+        return empty(title, "no one-layer case that was measured beside its balanced one")
+    found = _named(found, with_ep=True)
     found = found.sort_values(["series", "imbalance"], kind="stable")
     modes = list(found["mode"].drop_duplicates())
     fig = grid(
         title,
         [(mode, {"title": LOAD, "range": [0, found["imbalance"].max() * 1.05]}) for mode in modes],
-        [{"title": SLOWDOWN, "range": [0, found["slowdown"].max() * 1.08]}],
+        [{"title": SLOWDOWN, "range": [0, tables.extent(found, "slowdown")[1] * 1.08]}],
         width=DOUBLE, panel_height=240,
     )  # fmt: skip
     for n, mode in enumerate(modes):

@@ -19,7 +19,8 @@ TIME = "measured iteration time [ms]"
 def predicted(validation: Validation) -> go.Figure:
     """Predicted over measured iterationMS, each case predicted without its workload."""
     found = _held_out(validation)
-    span = [found["iterationMS"].min() / 1.3, found["iterationMS"].max() * 1.3]
+    low, high = tables.extent(found, "iterationMS")
+    span = [low / 1.3, high * 1.3]
     fig = grid(
         "Predicted against measured, workload held out",
         [("", {"title": TIME, **LOG, "range": np.log10(span)})],
@@ -37,7 +38,8 @@ def residuals(validation: Validation) -> go.Figure:
     """Signed held-out error by category, over the measured time."""
     found = _held_out(validation)
     panels = list(found["category"].drop_duplicates())
-    span = np.log10([found["iterationMS"].min() / 1.3, found["iterationMS"].max() * 1.3])
+    low, high = tables.extent(found, "iterationMS")
+    span = np.log10([low / 1.3, high * 1.3])
     largest = float(found["percent"].abs().max()) * 1.15
     fig = grid(
         "Error of the prediction, workload held out",

@@ -16,6 +16,7 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from workbench.bench.record import load_table
+from workbench.bench.stated import HIGH, LOW, STEPS, measured_how
 from workbench.files import write_atomic
 from workbench.report import tables
 from workbench.report.export import Exported
@@ -101,7 +102,9 @@ def add_measured(index: Path, folder: Path) -> None:
     notebook 06 has left in `folder`."""
     table = load_table(folder / "sweep" / "records")
     base = folder.relative_to(index.parent).as_posix()
-    shown = table[["id", "iterationMS", "forwardMS", "backwardMS", "usefulTFPerGPU", "meanTXGBps"]]
+    times = [f"{step}MS{end}" for step in STEPS for end in ("", LOW, HIGH)]
+    shown = table[["id", "noisy", *times, "usefulTFPerGPU", "meanTXGBps"]]
+    rows = shown.to_html(index=False, border=0, float_format="{:.4g}".format)
     failed = table[table["status"] == "failed"]
     files = [path for name in ("side_by_side", "slowdown")
              for path in sorted((folder / "figures").glob(f"{name}.*"))]  # fmt: skip
@@ -114,11 +117,11 @@ def add_measured(index: Path, folder: Path) -> None:
     section = (
         f"<h2>Measured on this machine</h2><p>{len(table)} cases of the local matrix at small "
         f"shapes on real ranks, on {html.escape(', '.join(table['device'].unique()))}; "
-        f"{len(failed)} failed. Not to be compared with the study's absolute times. "
+        f"{len(failed)} failed. {html.escape('; '.join(measured_how(table)))}. "
+        "Not to be compared with the study's absolute times. "
         f'Records: <a href="{base}/data/results.json">{base}/data/results.json</a>. {links}</p>'
-        f'<div class="figures">{drawn}</div><details><summary>Times in ms, TFLOP/s and GB/s per '
-        f"rank</summary>{shown.to_html(index=False, border=0, float_format='{:.4g}'.format)}"
-        "</details>"
+        f'<div class="figures">{drawn}</div><details><summary>Times in ms with p20 and '
+        f"p80, TFLOP/s and GB/s per rank</summary>{rows}</details>"
     )
     write_atomic(
         index, index.read_text(encoding="utf-8").replace(_NOTEBOOK, section + _NOTEBOOK, 1)
@@ -154,7 +157,8 @@ def notebook_html(notebook: Path) -> str:
 def _subtitle(report: Report) -> str:
     origins = ", ".join(report.table["origin"].unique())
     devices = ", ".join(report.table["device"].unique())
-    return f"{len(report.table)} {origins} cases on {devices}"
+    told = "".join(f"; {text}" for text in report.protocols)
+    return f"{len(report.table)} {origins} cases on {devices}{told}"
 
 
 def _warning(skipped: str) -> str:

@@ -9,10 +9,12 @@ import plotly.graph_objects as go
 from pydantic import BaseModel, ConfigDict
 
 from workbench.bench.record import REFERENCE, load_table
+from workbench.bench.stated import protocols
 from workbench.files import write_atomic
 from workbench.model.calibrate import calibrate
 from workbench.model.calibration import Calibration
 from workbench.model.validate import Validation, validate
+from workbench.report.draw import subtitle
 from workbench.report.export import FORMATS, Exported, Format, export_figures
 from workbench.report.figures_timemodel import HELD_OUT, MODEL_FIGURES
 
@@ -41,7 +43,11 @@ class ModelReport:
     @cached_property
     def figures(self) -> dict[str, go.Figure]:
         """Every figure of MODEL_FIGURES, by name."""
-        return {name: function(self.validation) for name, function in MODEL_FIGURES.items()}
+        told = protocols(self.validation.cases)
+        return {
+            name: subtitle(function(self.validation), told)
+            for name, function in MODEL_FIGURES.items()
+        }
 
     def export(self, folder: Path) -> Exported:
         """Write figures, `calibration.json`, `validation.json` and `predicted.csv` into `folder`.
@@ -57,7 +63,8 @@ class ModelReport:
         """The cases with the largest held-out errors, in percent."""
         cases = self.validation.cases
         order = cases[HELD_OUT].abs().sort_values(ascending=False).index[:count]
-        shown = cases.loc[order, ["id", "iterationMS", HELD_OUT]]
+        names = ["id", "iterationMS", "iterationMS_p20", "iterationMS_p80", HELD_OUT]
+        shown = cases.reindex(columns=names).loc[order].dropna(axis="columns", how="all")
         return shown.assign(**{HELD_OUT: 100 * shown[HELD_OUT]}).rename(
             columns={HELD_OUT: "held-out error [%]"}
         )

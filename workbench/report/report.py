@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 import workbench
 from workbench.bench.record import REFERENCE, export_results, load_table
+from workbench.bench.stated import measured_how
 from workbench.errors import InputError
 from workbench.files import sha256, write_atomic
 from workbench.hardware import Hardware, known_devices, load_hardware, match_device
@@ -69,6 +70,11 @@ class Report:
             chosen.hardware_file or None,
             every_device=bool(chosen.hardware),
         )
+
+    @property
+    def protocols(self) -> list[str]:
+        """How the cases were measured, as their records or their file say."""
+        return measured_how(self.table)
 
     def export(self, folder: Path) -> Exported:
         """Write the figures into `folder`/figures and the cases into `folder`/data: `cases.csv`,

@@ -19,6 +19,7 @@ from workbench.bench.matrix import load_matrix
 from workbench.bench.peaks import measured_cpu
 from workbench.bench.record import export_results, load_table
 from workbench.bench.resume import flat, refuse_other
+from workbench.bench.stated import HIGH, LOW, STEPS, TIME_SPREAD, measured_how, protocols
 from workbench.bench.sweep import Progress, Sweep, open_sweep, run_sweep
 from workbench.errors import InputError
 from workbench.files import write_atomic
@@ -26,6 +27,7 @@ from workbench.hardware import Hardware, load_hardware, match_device
 from workbench.model.calibrate import calibrate
 from workbench.model.calibration import Calibration, load_calibration
 from workbench.model.parameters import Group
+from workbench.report.draw import subtitle
 from workbench.report.export import FORMATS, Exported, Format, export_figures
 from workbench.report.figures_sweep import SWEEP_FIGURES
 
@@ -108,6 +110,7 @@ def line(progress: Progress) -> str:
     record = progress.record
     assert record is not None
     found = f"{record.iterationMS:.4g} ms" if record.iterationMS else f"failed: {record.reason}"
+    found += ", noisy" if record.noisy else ""
     left = f", {progress.left_s:.0f} s left" if progress.left_s else ""
     return f"{progress.done}/{progress.total} {record.id}: {found}{left}"
 
@@ -144,7 +147,9 @@ class SweepReport:
         """Every figure of SWEEP_FIGURES, by name."""
         tables = [self.table, self.own_fit, self.published, self.predicted]
         joined = pd.concat([t for t in tables if len(t)], ignore_index=True)
-        return {name: function(joined) for name, function in SWEEP_FIGURES.items()}
+        measured = self.table[self.table["iterationMS"].notna()]
+        told = {"side_by_side": protocols(measured), "slowdown": protocols(joined)}
+        return {name: subtitle(fn(joined), told[name]) for name, fn in SWEEP_FIGURES.items()}
 
     def export(self, folder: Path) -> Exported:
         """Write the figures, `cases.csv`, `results.json` (a result file's four keys) and the
@@ -157,20 +162,26 @@ class SweepReport:
         return exported
 
     def times(self) -> pd.DataFrame:
-        """id, status, times in ms, rates and reason of each case."""
-        names = ["id", "status", "iterationMS", "forwardMS", "backwardMS", "usefulTFPerGPU",
-                 "meanTXGBps", "peakAllocatedGiB", "reason"]  # fmt: skip
+        """id, status, whether noisy, times in ms with p20 and p80 over windows, rates and reason
+        of each case."""
+        names = ["id", "status", "noisy"]
+        names += [f"{step}MS{end}" for step in STEPS for end in ("", LOW, HIGH)]
+        names += ["usefulTFPerGPU", "meanTXGBps", "peakAllocatedGiB", "reason"]
         return self.table[names].set_index("id")
 
+    def protocol(self) -> str:
+        """How these records were measured, as they say themselves."""
+        return "; ".join(measured_how(self.table))
+
     def fit(self) -> pd.DataFrame:
-        """Measured and calibrated time of each case in ms, and their ratio."""
+        """Measured and calibrated time of each case in ms, and their ratio; p20 and p80 of the
+        measured one."""
+        names = {f"iterationMS{end}": f"measured{end}" for end in ("", LOW, HIGH)}
+        both = self.table.set_index("id")[list(names)].rename(columns=names)
         if not len(self.own_fit):
-            return pd.DataFrame(columns=["measured", "predicted", "ratio"])
-        both = self.table.set_index("id")[["iterationMS"]].rename(
-            columns={"iterationMS": "measured"}
-        )
+            return both[:0].assign(predicted=[], ratio=[])
         both["predicted"] = self.own_fit.set_index("id")["iterationMS"]
-        return both.assign(ratio=both["predicted"] / both["measured"]).dropna()
+        return both.assign(ratio=both["predicted"] / both["measured"]).dropna(subset="ratio")
 
 
 def open_sweep_report(parameters: SweepParameters, records: Path) -> SweepReport:
@@ -211,8 +222,14 @@ def _calibrated(table: pd.DataFrame) -> tuple[Calibration | None, Hardware | Non
 
 
 def _plain(predicted: pd.DataFrame, like: pd.DataFrame) -> pd.DataFrame:
-    """Predictions with the columns of a table of records."""
-    frame = predicted.reindex(columns=like.columns)
+    """Predictions with the columns of a table of records; how those were measured is not theirs."""
+    frame = predicted.reindex(columns=like.columns).assign(
+        protocol="",
+        noisy=pd.NA,
+        samples=None,
+        provenance=None,
+        **dict.fromkeys(TIME_SPREAD, np.nan),
+    )
     for name in ("origin", "device"):
         frame[name] = frame[name].astype(object)
     return frame.assign(implementation="time model")

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bench.record import match_pairs
+from workbench.bench.stated import HIGH, LOW
 from workbench.case import CATEGORIES, PACKING_SLOT_FACTOR
 from workbench.errors import InputError
 from workbench.hardware import Hardware, match_device
@@ -22,6 +23,7 @@ from workbench.moe.case_plan import PLAN_COLUMNS, CasePlans, plan_table
 from workbench.report.theme import PRECISIONS, STYLES, system_name
 
 GIB = 2**30
+_RATES = ("usefulTFPerGPU", "meanTXGBps", "meanRXGBps", "modeledHBMGBps")
 GROUP = ["mode", "precision", "category"]
 _VARIANTS = ("origin", "device", "T", "D", "E", "K", "sharedExperts", "F", "slotFactor",
              "scratchFactor")  # fmt: skip
@@ -36,7 +38,7 @@ def with_series(
     A series is a system and, where the table holds more than one, its origin, device, shape or
     own implementation (`variantName`); `axes` names columns that a figure shows otherwise.
     """
-    frame = table[table["iterationMS"].notna()].copy()
+    frame = _rate_spread(table[table["iterationMS"].notna()].copy())
     # A single layer's slot follows its scratch unless somebody chose otherwise: no difference.
     follows = frame["profile"].isna() & (frame["slotFactor"] == frame["scratchFactor"])
     shown = frame.assign(slotFactor=frame["slotFactor"].mask(follows, PACKING_SLOT_FACTOR))
@@ -61,6 +63,37 @@ def with_series(
     return ordered.drop(columns="_rank")
 
 
+def _rate_spread(frame: pd.DataFrame) -> pd.DataFrame:
+    """With p20 and p80 of the rates: amounts do not vary, so they follow from those of the time."""
+    for name in _RATES:
+        for end, of in ((LOW, HIGH), (HIGH, LOW)):
+            if name in frame and f"iterationMS{of}" in frame:
+                over = frame["iterationMS"] / frame[f"iterationMS{of}"]
+                frame[f"{name}{end}"] = frame[name] * over.astype(float)
+    return frame
+
+
+def ratio_spread(
+    frame: pd.DataFrame, name: str, over: pd.DataFrame, under: pd.DataFrame
+) -> pd.DataFrame:
+    """`frame` with the spread of its ratio `name`, from columns `p20` and `p80` of the times that
+    are divided: the one's p20 over the other's p80, and its p80 over the other's p20."""
+    low, high = over["p20"] / under["p80"], over["p80"] / under["p20"]
+    return frame.assign(**{f"{name}{LOW}": low.to_numpy(), f"{name}{HIGH}": high.to_numpy()})
+
+
+def extent(frame: pd.DataFrame, name: str) -> tuple[float, float]:
+    """The smallest and largest value of a column, with the ends of its spread."""
+    held = frame[[c for c in (name, name + LOW, name + HIGH) if c in frame]].astype(float)
+    return float(held.min().min()), float(held.max().max())
+
+
+def time_spread(frame: pd.DataFrame) -> pd.DataFrame:
+    """`p20` and `p80` of iterationMS, NaN where they are not known."""
+    names = {f"iterationMS{end}": end[1:] for end in (LOW, HIGH)}
+    return frame.reindex(columns=list(names)).rename(columns=names).astype(float)
+
+
 def _variant(name: str, value: Any) -> str:
     return str(value) if name in ("origin", "device") else f"{name}={value:g}"
 
@@ -72,12 +105,13 @@ def pairs(table: pd.DataFrame) -> pd.DataFrame:
     links = pd.DataFrame(pipelines, columns=["dist", "mok"])
     fastest = {(pair["dist"], pair["mok"]) for pair in best}
     frame = with_series(table, axes=["F"], by=["mode", "ep"])
-    mok = frame[["id", "origin", "device", "iterationMS"]]
+    mok = frame[["id", "origin", "device", "iterationMS"]].join(time_spread(frame))
     mok = mok.rename(columns={"id": "mok", "iterationMS": "mokMS"})
     found = frame.merge(links.drop_duplicates(), left_on="id", right_on="dist")
     found = found.merge(mok, on=["mok", "origin", "device"])
     found = found.drop_duplicates(["id", "origin", "device", "mok"], ignore_index=True)
     found["ratio"] = found["mokMS"] / found["iterationMS"]
+    found = ratio_spread(found, "ratio", found[["p20", "p80"]], time_spread(found))
     ids = zip(found["dist"], found["mok"], strict=True)
     found["fastest"] = pd.Series([pair in fastest for pair in ids], found.index, dtype=bool)
     several = found.loc[found["category"] == "single_layer", "F"].nunique() > 1
@@ -139,9 +173,14 @@ def single_layer(table: pd.DataFrame) -> pd.DataFrame:
     at imbalance 1 (NaN where that was not measured)."""
     frame = with_series(table[table["category"] == "single_layer"], by=["mode", "ep", "imbalance"])
     keys = ["series", "mode", "ep", "F"]
-    balanced = frame[frame["imbalance"] == 1].drop_duplicates(keys).set_index(keys)["iterationMS"]
-    base = balanced.reindex(pd.MultiIndex.from_frame(frame[keys])).to_numpy(float)
-    return frame.assign(slowdown=frame["iterationMS"].to_numpy(float) / base)
+    balanced = frame[frame["imbalance"] == 1].drop_duplicates(keys).set_index(keys)
+    base = balanced.reindex(pd.MultiIndex.from_frame(frame[keys]))
+    frame["slowdown"] = frame["iterationMS"].to_numpy(float) / base["iterationMS"].to_numpy(float)
+    mine, even = (time_spread(f).reset_index(drop=True) for f in (frame, base))
+    found = ratio_spread(frame, "slowdown", mine, even)
+    itself = (frame["imbalance"] == 1).to_numpy()  # 1 by definition, not measured
+    found.loc[itself, [f"slowdown{LOW}", f"slowdown{HIGH}"]] = np.nan
+    return found
 
 
 def balanced(table: pd.DataFrame) -> pd.DataFrame:
@@ -246,6 +285,9 @@ def roofline(table: pd.DataFrame, hardware: Hardware) -> pd.DataFrame:
         "intensity": cost["usefulFLOP"] / cost["modeledHBMBytes"],
         "TFLOPs": cost["usefulFLOP"] / (frame["iterationMS"] * 1e9),
     }
+    for end, of in ((LOW, HIGH), (HIGH, LOW)):
+        if f"iterationMS{of}" in frame:
+            found[f"TFLOPs{end}"] = cost["usefulFLOP"] / (frame[f"iterationMS{of}"] * 1e9)
     return pd.concat([frame, pd.DataFrame(found, index=frame.index), floors], axis=1)
 
 
