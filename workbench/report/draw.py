@@ -159,7 +159,8 @@ def spread(rows: pd.DataFrame, name: str, colour: str) -> dict[str, Any] | None:
     if low.isna().all():
         return None
     middle = rows[name].astype(float)
-    return {"type": "data", "symmetric": False, "thickness": 1, "width": 2, "color": colour,
+    cap = 2 if colour == INK else 4  # wider than a mark, within a bar
+    return {"type": "data", "symmetric": False, "thickness": 1, "width": cap, "color": colour,
             "array": (high - middle).clip(lower=0),
             "arrayminus": (middle - low).clip(lower=0)}  # fmt: skip
 
