@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from workbench.case import Case, check_factor, parse_id
+from workbench.case import Case, check_factor, local_matrix, parse_id, scaled_profile
 from workbench.errors import InputError
+from workbench.explore.trace import Trace, placed_rows, scaled_counts
+from workbench.hardware import load_hardware, match_device
 from workbench.moe.config import MoEConfig
 from workbench.routing import case_routes, route, rows_by_expert, rows_by_rank
 
@@ -66,6 +68,29 @@ def test_a_value_of_another_kind_is_refused_by_name(
 @pytest.mark.parametrize("value", NO_NUMBER)
 def test_a_load_that_is_no_number(make: Any, given: dict[str, Any], value: Any) -> None:
     assert "imbalance=" in refused(make, given, "factor", value)
+
+
+TRACE = Trace(name="t", counts=((1, 2), (3, 4)))
+ONE: list[tuple[Any, str, tuple[Any, ...]]] = [
+    (lambda ep: scaled_profile("A", ep), "ep", NO_COUNT),
+    (lambda name: scaled_profile(name, 2), "profile", NO_NAME),
+    (local_matrix, "ep", NO_COUNT),
+    (
+        lambda ep: placed_rows((1, 2, 3, 4), ep),
+        "ep",
+        (*(v for v in NO_COUNT if not isinstance(v, list)), 3, 10**9),
+    ),
+    (lambda rows: scaled_counts(TRACE, rows), "rows", tuple(v for v in NO_COUNT if v != 0)),
+    (load_hardware, "hardware", NO_NAME),
+    (match_device, "device", NO_NAME),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "values"), ONE)
+def test_other_functions_refuse_by_name_too(call: Any, name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises(InputError, match=f"{name}="):
+            call(value)
 
 
 def test_numpy_s_numbers_are_plain_ones() -> None:

@@ -185,6 +185,9 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
             known_devices(path)
     with pytest.raises(InputError, match="Is a directory"):
         known_devices(tmp_path)
+    binary.write_text("x = " + "[" * 100_000)
+    with pytest.raises(InputError, match="nested too deeply"):
+        known_devices(binary)
 
 
 def test_numbers_are_plain_and_no_torch_is_imported() -> None:

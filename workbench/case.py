@@ -260,6 +260,7 @@ def scaled_profile(name: str, ep: int) -> tuple[float, ...]:
     """A profile of the study for a small EP: 1 stays 1 and factor 8, its hottest load, becomes ep,
     on a straight line, to 3 decimals."""
     _one_of("profile", name, PROFILES)
+    check_whole("ep", ep)
     return tuple(round(1 + (factor - 1) * (ep - 1) / 7, 3) for factor in PROFILES[name])
 
 
@@ -270,6 +271,7 @@ def local_matrix(
     `ep` and two widths; in training 10 layers with the study's profiles scaled to `ep`, in a slot
     of factor 2.5 and again in one that is too small, for a system that has a slot; then a few
     cases at EP 1, without which no model can be calibrated."""
+    check_whole("ep", ep)
     cases = []
     for backend, pipeline, precision in systems:
         for mode in MODES:

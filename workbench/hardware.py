@@ -125,6 +125,8 @@ def _read(path: str | Path | None) -> tuple[str, dict[str, _Device]]:
         where = ".".join(str(part) for part in first["loc"]) or "file"
         given = "" if first["type"] == "missing" else f", not {first['input']!r}"
         raise InputError(f"{place}: {where}: {first['msg']}{given}") from error
+    except RecursionError:
+        raise InputError(f"{place}: is not TOML that can be read: nested too deeply") from None
     except ValueError as error:  # not UTF-8, or not TOML: tomllib says the line and column
         raise InputError(f"{place}: is not TOML: {error}") from error
     if not devices:
@@ -149,7 +151,7 @@ def load_hardware(name: str, path: str | Path | None = None) -> Hardware:
     cannot be read or breaks a rule, and for an unknown device, with the known ones listed.
     """
     place, devices = _read(path)
-    key = next((known for known in devices if known.casefold() == name.casefold()), None)
+    key = next((known for known in devices if known.casefold() == str(name).casefold()), None)
     if key is None:
         raise InputError(f"hardware={name} must be one of {', '.join(devices)} ({place})")
     device = devices[key]
@@ -173,6 +175,6 @@ def match_device(reported: str, path: str | Path | None = None) -> str:
     place, devices = _read(path)
     for name in sorted(devices, key=len, reverse=True):
         pattern = devices[name].match or re.compile(rf"\b{re.escape(name)}\b")
-        if re.search(pattern, reported):
+        if re.search(pattern, str(reported)):
             return name
     raise InputError(f"device={reported} must be one of {', '.join(devices)} ({place})")

@@ -14,7 +14,7 @@ EXTREMES: tuple[Any, ...] = (
 TOKENS = ("", "0", "-1", "1e999", "nan", "9" * 400, "1_0", "0x10", "\t", ";", ",", "\r", "\n", '"',
           "'", "[", "]", "{", "}", ":", "=", "#", "&a", "*a", "<<", "!!python/object:os.system",
           "true", "null", "é", "\u0661", "\x00", "\ufeff", "layer", "expert_0", "x" * 600,
-          "2020-99-99", "[" * 300)  # fmt: skip
+          "2020-99-99", "[" * 300, "[" * 20_000)  # fmt: skip
 
 
 def document(rng: random.Random, valid: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from workbench.errors import InputError, shortened
+from workbench.errors import InputError, check_whole, shortened
 from workbench.files import read_file
 
 Ints = npt.NDArray[np.int64]
@@ -271,6 +271,7 @@ def _read_array(member: bytes) -> npt.NDArray[Any]:
 def scaled_counts(trace: Trace, rows: int) -> Ints:
     """The trace's shares of `rows` routed rows per layer, int64 [L, E]; each layer adds up exactly
     (largest remainders first)."""
+    check_whole("rows", rows, 0, MAX_COUNT)
     counts = np.array(trace.counts, np.float64)
     share = counts / counts.sum(axis=1, keepdims=True) * rows
     whole = np.floor(share).astype(np.int64)
@@ -288,7 +289,10 @@ def placed_rows(rows_by_expert: tuple[int, ...], ep: int) -> tuple[int, ...]:
     a rank holds E/ep experts, as before. If that ends with a busier rank than experts in order
     give, the order stays: a placement is only changed for a gain.
     """
-    E_local = len(rows_by_expert) // ep
+    ep, E = check_whole("ep", ep), len(rows_by_expert)
+    if not E or E % ep:
+        raise InputError(f"E={E} must be divisible by ep={ep}")
+    E_local = E // ep
     ranks = [(0, rank) for rank in range(ep)]
     held, rows = [0] * ep, [0] * ep
     for load in sorted(rows_by_expert, reverse=True):
