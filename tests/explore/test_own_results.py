@@ -18,7 +18,7 @@ STUDY = {"T": 2048, "D": 7168, "E": 384, "K": 6, "sharedExperts": 1}
 
 
 def record(folder: Path, time: float, ep: int, F: int, shape: dict[str, int], suffix: str,
-           device: str = "CPU") -> None:  # fmt: skip
+           device: str = "CPU", **more: Any) -> None:  # fmt: skip
     """A record of a run, made from one of the study's."""
     base = next(c for c in json.loads(REFERENCE.read_text())["cases"]
                 if c["id"].startswith("mok-inference-ep8-bf16-native-single_layer-i1"))  # fmt: skip
@@ -26,7 +26,7 @@ def record(folder: Path, time: float, ep: int, F: int, shape: dict[str, int], su
     own = base | shape | {
         "id": name, "ep": ep, "F": F, "iterationMS": time, "forwardMS": time, "origin": "measured",
         "implementation": "ours", "device": device, "status": "ok",
-    }  # fmt: skip
+    } | more  # fmt: skip
     own.pop("capacity", None)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.record.json").write_text(json.dumps(own))
@@ -123,3 +123,43 @@ def test_bad_results_are_a_message(tmp_path: Path) -> None:
     assert explorer.view is before
     with pytest.raises(InputError, match="not JSON"):
         WidthExplorer(WidthParameters(results=str(tmp_path / "x.record.json")))
+
+
+def test_own_points_have_their_spread_and_their_protocol(tmp_path: Path) -> None:
+    more = {
+        "usefulTFPerGPU": 100.0, "noisy": True,
+        "samples": {"statistics": {"iteration": {"p20": 1.0, "p50": 1.25, "p80": 2.0}}},
+        "provenance": {"protocol": {"warmups": 2, "windows": 5, "iterations": 4}},
+    }  # fmt: skip
+    record(tmp_path, 1.25, 16, 3072, STUDY, "", **more)
+    given: dict[str, Any] = {"results": str(tmp_path), "mode": "inference", "ep": 16}
+    explorers: list[Explorer] = [
+        ImbalanceExplorer(ImbalanceParameters(factor=1.0, system="mok native bf16", **given)),
+        WidthExplorer(WidthParameters(system="mok native bf16", **given)),
+        PrecisionExplorer(PrecisionParameters(**given)),
+    ]
+    bars: dict[str, set[tuple[float, float]]] = {}
+    for explorer in explorers:
+        for t in explorer.view.spec["data"]:
+            for axis in "xy":
+                if t["name"].startswith("measured (own") and f"error_{axis}" in t:
+                    bar = t[f"error_{axis}"]
+                    value = float(t[axis][0])
+                    ends = value - float(bar["arrayminus"][0]), value + float(bar["array"][0])
+                    bars.setdefault(f"{t['meta']} {axis}", set()).add(ends)
+            if t["name"] == "published":
+                assert not {"error_x", "error_y"} & t.keys()  # it has no samples
+        told = " ".join([explorer.sentence(), *explorer.view.notes])
+        assert "measured by 2 warm-ups, 5 windows of 4 iterations" in told
+        assert "1 noisy: slowest window above 1.25 x the median one" in told
+    time, rate = {(1.0, 2.0)}, {(62.5, 125.0)}
+    assert {name: {tuple(round(v, 9) for v in ends) for ends in found}
+            for name, found in bars.items()} == {
+        "Predicted time over imbalance y": time, "dist_moe against mok y": time,
+        "Roofline y": rate, "Useful rate over F y": rate, "Time against error x": time,
+    }  # fmt: skip
+    for explorer in explorers[:2]:
+        table = explorer.table()
+        own = table[table["origin"].str.startswith("measured")]
+        assert own[["iterationMS_p20", "iterationMS_p80"]].to_numpy().tolist() == [[1.0, 2.0]]
+        assert own["noisy"].tolist() == [True]

@@ -20,7 +20,6 @@ from workbench.bench import gate, machine
 from workbench.bench.job import Settings
 from workbench.bench.own import make_record
 from workbench.bench.protocol import (
-    NOISY,
     TRIES,
     Clock,
     Floats,
@@ -32,6 +31,7 @@ from workbench.bench.protocol import (
     unevenness,
 )
 from workbench.bench.schema import OwnRecord
+from workbench.bench.stated import NOISY_ABOVE
 from workbench.bench.subject import Draws, Subject
 from workbench.bench.traffic import Meter, between, routed_bytes
 from workbench.case import Case, case_table
@@ -97,7 +97,7 @@ def _measured(case: Case, group: PeerGroup, settings: Settings, until: float) ->
     used = int(np.argmin(uneven))
     found = facts | _figures(case, tries[used], everyone, facts["provenance"]["traffic"])
     if settings.protocol.windows > 1:
-        found["noisy"] = uneven[used] > NOISY
+        found["noisy"] = uneven[used] > NOISY_ABOVE
     found["samples"]["otherTries"] = [
         {name: np.round(values, 6).tolist() for name, values in samples.items()}
         for n, samples in enumerate(tries) if n != used
@@ -105,7 +105,7 @@ def _measured(case: Case, group: PeerGroup, settings: Settings, until: float) ->
     found["provenance"] = facts["provenance"] | {
         "clock": clock.name, "graphs": clock.captured, "flushedBytes": clock.flushed_bytes,
         "tries": {"count": len(tries), "used": used, "slowestOverMedianWindow": uneven,
-                  "noisyAbove": NOISY},
+                  "noisyAbove": NOISY_ABOVE},
         "timedSeconds": round(timed, 4), "memory": memory.kind,
         "phasesMS": [one["phases"] for one in everyone],
     }  # fmt: skip
@@ -134,7 +134,7 @@ def _timed(
         if ranks:
             raise gate.GateError(f"outputs of ranks {ranks} changed while they were timed")
         tries.append({name: np.stack([one["times"][name] for one in everyone]) for name in times})
-        quiet = unevenness(tries[-1]["iteration"]) <= NOISY
+        quiet = unevenness(tries[-1]["iteration"]) <= NOISY_ABOVE
         if quiet or len(tries) == TRIES or min(one["left"] for one in everyone) < 0:
             return tries
 

@@ -20,8 +20,6 @@ from workbench.bench.job import Protocol
 Floats = npt.NDArray[np.float64]
 Step = Callable[[], Any]
 PERCENTILES = (20, 50, 80)
-NOISY = 1.25
-"""A case is noisy where its slowest window takes more than this many times its median window."""
 TRIES = 3
 """How often a noisy case is measured at most, as far as its time limit allows."""
 

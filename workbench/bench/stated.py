@@ -8,7 +8,9 @@ import pandas as pd
 STEPS = ("iteration", "forward", "backward")
 LOW, HIGH = "_p20", "_p80"
 """Endings of the columns with the 20th and 80th percentile over windows of the column before."""
-NOISE = "slowest window above 1.25 x the median one"
+NOISY_ABOVE = 1.25
+"""A case is noisy where its slowest window takes more than this many times its median window."""
+NOISE = f"slowest window above {NOISY_ABOVE:g} x the median one"
 TIME_SPREAD = tuple(f"{step}MS{end}" for step in STEPS for end in (LOW, HIGH))
 
 

@@ -333,9 +333,10 @@ def _time(
     for origin in OBSERVED:
         for system in curves:
             rows = [r for r in found if r["source"] == origin and system_of(r) == system]
-            traces.append(fx.points(TIME, origin, [max(r["factors"]) for r in rows],
-                                    [r["iterationMS"] for r in rows], STYLES[system].colour, origin,
-                                    [r["id"] for r in rows]))  # fmt: skip
+            points = fx.points(TIME, origin, [max(r["factors"]) for r in rows],
+                               [r["iterationMS"] for r in rows], STYLES[system].colour, origin,
+                               [r["id"] for r in rows])  # fmt: skip
+            traces.append(fx.with_spread(points, rows, "iterationMS"))
     here = current[state.system]
     traces.append(fx.points(TIME, "this load", [max(loads.factors)], [here["iterationMS"]],
                             INK, symbol="x-thin-open", size=11))  # fmt: skip
@@ -366,9 +367,11 @@ def origin_points(panel: Panel, field: str, found: Sequence[Row]) -> list[fx.Tra
     traces = []
     for origin in OBSERVED:
         rows = [r for r in found if r["source"] == origin and r[field] == r[field]]
-        traces.append(fx.points(panel, origin, [category_of(system_of(r)) for r in rows],
-                                [r[field] for r in rows], "white", origin,
-                                [r["id"] for r in rows]))  # fmt: skip
+        points = fx.points(panel, origin, [category_of(system_of(r)) for r in rows],
+                           [r[field] for r in rows], "white", origin,
+                           [r["id"] for r in rows])  # fmt: skip
+        timed = field == "iterationMS"
+        traces.append(fx.with_spread(points, rows, field) if timed else points)
     return traces
 
 
@@ -417,7 +420,8 @@ def _table(state: ImbalanceState, current: dict[System, Row], better: dict[Syste
     for row in found:
         rows.append({
             "system": system_name(system_of(row)), "origin": row["source"], "id": row["id"],
-            "iterationMS": row["iterationMS"], "peakAllocatedGiB": row["peakAllocatedGiB"],
+            "iterationMS": row["iterationMS"], **fx.spread_columns(row),
+            "peakAllocatedGiB": row["peakAllocatedGiB"],
         })  # fmt: skip
     return rows
 

@@ -213,8 +213,9 @@ def _trade(state: PrecisionState, names: list[str], by_format: dict[str, dict[st
             rows = [r for r in found if r["source"] == origin
                     and r["precision"] == format_precision(FORMATS[name])]  # fmt: skip
             measured = [r["iterationMS"] for r in rows]
-            traces.append(fx.points(TRADE, origin, measured, y * len(rows), CLEAR, origin,
-                                    [r["id"] for r in rows]))  # fmt: skip
+            points = fx.points(TRADE, origin, measured, y * len(rows), CLEAR, origin,
+                               [r["id"] for r in rows])  # fmt: skip
+            traces.append(fx.with_spread(points, rows, "iterationMS", "x"))
     return traces
 
 

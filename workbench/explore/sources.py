@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from pydantic import BaseModel, ConfigDict
 
 from workbench.bench.record import REFERENCE, load_table
+from workbench.bench.stated import NOISE
 from workbench.case import PIPELINES, STUDY_SHAPE, Case, case_table
 from workbench.errors import InputError
 from workbench.hardware import Hardware, known_devices, load_hardware, match_device
@@ -214,8 +215,8 @@ class Sources:
         return found
 
     def own_note(self, shown: Sequence[Row], hardware: str) -> str:
-        """How many of the user's records the figure shows, what the others are, and on which device
-        they were measured if it is not `hardware`."""
+        """How many of the user's records the figure shows, what the others are, on which device
+        they were measured if it is not `hardware`, and by which protocol."""
         own = self.own_rows
         if not own:
             return ""
@@ -227,7 +228,10 @@ class Sources:
         elsewhere = sorted({str(row["device"]) for row in mine if row["source"] == ELSEWHERE})
         if elsewhere:
             told += f"; measured on {', '.join(elsewhere)}, while the prediction is for {hardware}"
-        return told
+        ran = sorted({str(row["protocol"]) for row in mine if row["protocol"]})
+        told += "".join(f"; measured by {protocol}" for protocol in ran)
+        noisy = sum(row["noisy"] is True for row in mine)
+        return told + (f"; {noisy} noisy: {NOISE}" if noisy else "")
 
     def own_workloads(self) -> list[Row]:
         """One of the user's rows for each distinct workload."""

@@ -186,8 +186,9 @@ def _roof(state: WidthState, hardware: Hardware, case: Case, row: Row,
     for origin in OBSERVED:
         part = np.array([r["source"] == origin for r in mine], bool)
         rows = [r for r in mine if r["source"] == origin]
-        traces.append(fx.points(ROOF, origin, measured[part], [r["usefulTFPerGPU"] for r in rows],
-                                "white", origin, [r["id"] for r in rows]))  # fmt: skip
+        points = fx.points(ROOF, origin, measured[part], [r["usefulTFPerGPU"] for r in rows],
+                           "white", origin, [r["id"] for r in rows])  # fmt: skip
+        traces.append(fx.with_spread(points, rows, "usefulTFPerGPU"))
     traces.append(fx.points(ROOF, "this case", intensity, [row["usefulTFPerGPU"]], INK,
                             symbol="x-thin-open", size=11))  # fmt: skip
     return traces
@@ -229,9 +230,10 @@ def _rate(state: WidthState, F: Any, curves: list[System], swept: dict[System, l
         for origin in OBSERVED:
             own = [r for r in found if r["source"] == origin and system_of(r) == system]
             own = [r for r in own if r["usefulTFPerGPU"] == r["usefulTFPerGPU"]]
-            traces.append(fx.points(RATE, origin, [r["F"] for r in own],
-                                    [r["usefulTFPerGPU"] for r in own], STYLES[system].colour,
-                                    origin, [r["id"] for r in own]))  # fmt: skip
+            points = fx.points(RATE, origin, [r["F"] for r in own],
+                               [r["usefulTFPerGPU"] for r in own], STYLES[system].colour,
+                               origin, [r["id"] for r in own])  # fmt: skip
+            traces.append(fx.with_spread(points, own, "usefulTFPerGPU"))
     traces.append(fx.points(RATE, "this case", [state.F], [current[state.system]["usefulTFPerGPU"]],
                             INK, symbol="x-thin-open", size=11))  # fmt: skip
     return traces
@@ -296,7 +298,7 @@ def _table(state: WidthState, current: dict[System, Row], found: list[Row]) -> l
     for row in found:
         rows.append({
             "system": system_name(system_of(row)), "origin": row["source"], "F": row["F"],
-            "id": row["id"], "iterationMS": row["iterationMS"],
+            "id": row["id"], "iterationMS": row["iterationMS"], **fx.spread_columns(row),
             "usefulTFPerGPU": row["usefulTFPerGPU"],
         })  # fmt: skip
     return rows

@@ -7,13 +7,14 @@ panel, its `name` the entry in the legend.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from workbench.bench.stated import HIGH, LOW
 from workbench.report.draw import LOG
 from workbench.report.theme import DOUBLE, INK, SMALL, TEMPLATE, TEXT, Style
 
@@ -162,6 +163,31 @@ def points(panel: Panel, name: str, x: Any, y: Any, colour: str, origin: str = "
         marker={"color": colour, "symbol": symbol, "size": size, "line": edge},
         hovertemplate=f"{name}<br>{hover}x = %{{x}}<br>y = %{{y:.4g}}<extra></extra>",
     )  # fmt: skip
+
+
+def with_spread(
+    trace: Trace, rows: Sequence[Mapping[str, Any]], field: str, axis: str = "y"
+) -> Trace:
+    """The points of `rows` with bars from p20 to p80 of the measured time along `axis`, which shows
+    `field`: a time in ms, or a rate, whose amount does not vary. As it is where no row has them."""
+    times = [[row.get(f"iterationMS{end}", math.nan) for end in (LOW, "", HIGH)] for row in rows]
+    low, middle, high = np.asarray(times, np.float64).reshape(-1, 3).T
+    if np.isnan(low).all():
+        return trace
+    value = np.asarray([row[field] for row in rows], np.float64)
+    if field != "iterationMS":
+        low, high = middle**2 / high, middle**2 / low
+    return trace | {f"error_{axis}": {
+        "type": "data", "symmetric": False, "array": value * (high / middle - 1),
+        "arrayminus": value * (1 - low / middle), "thickness": 1, "width": 4, "color": INK,
+    }}  # fmt: skip
+
+
+def spread_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """p20 and p80 of a measured time and whether it is noisy, for a table; empty if not known."""
+    if not row.get("iterationMS_p20", math.nan) > 0:
+        return {}
+    return {name: row[name] for name in ("iterationMS_p20", "iterationMS_p80", "noisy")}
 
 
 def bar(panel: Panel, name: str, x: Any, y: Any, colours: str | Sequence[str], pattern: str = "",
