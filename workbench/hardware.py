@@ -37,6 +37,8 @@ class Hardware:
     hbm_gb, hbm_tb_s      memory in GB (1e9 B) and its bandwidth in TB/s (1e12 B/s)
     scale_up_gb_s         GB/s (1e9 B/s) in one direction to all peers together
     scale_up_domain       GPUs with peer access to each other (72 for NVL72, 8 for HGX)
+    block_scaled          whether its matrix units take MX operands (data and E8M0 scales of 32);
+                          None where nobody says so
     sm_count              SMs, or compute units on AMD
     nic_gbit_s            Gbit/s per GPU beyond the scale-up domain
     measured_bf16_tflops, measured_fp8_tflops      best matrix product reached, TFLOP/s
@@ -53,6 +55,7 @@ class Hardware:
     hbm_tb_s: float
     scale_up_gb_s: float
     scale_up_domain: int
+    block_scaled: bool | None = None
     sm_count: int | None = None
     nic_gbit_s: float | None = None
     measured_bf16_tflops: float | None = None
@@ -75,6 +78,11 @@ class Hardware:
             )
         return float(getattr(self, PEAK_FIELD[precision]))
 
+    def peak_or_nan(self, precision: str) -> float:
+        """The same, NaN where the device has none."""
+        peak = getattr(self, PEAK_FIELD[precision])
+        return float("nan") if peak is None else float(peak)
+
 
 class _Quantity(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -86,6 +94,10 @@ class _Quantity(BaseModel):
 
 class _Count(_Quantity):
     value: Annotated[int, Field(gt=0)]
+
+
+class _Flag(_Quantity):
+    value: bool
 
 
 class _Device(BaseModel):
@@ -102,6 +114,7 @@ class _Device(BaseModel):
     hbm_tb_s: _Quantity
     scale_up_gb_s: _Quantity
     scale_up_domain: _Count
+    block_scaled: _Flag | None = None
     sm_count: _Count | None = None
     nic_gbit_s: _Quantity | None = None
     measured_bf16_tflops: _Quantity | None = None

@@ -28,6 +28,7 @@ from workbench.explore.sources import (
     system_of,
 )
 from workbench.explore.trace import Trace, placed_rows, scaled_counts
+from workbench.model.prediction import FLOOR_COLUMNS
 from workbench.moe import plan_arithmetic as pa
 from workbench.report import figures_explore as fx
 from workbench.report.figures_explore import OBSERVED, PREDICTED, Panel
@@ -430,10 +431,12 @@ def _sentence(
     state: ImbalanceState, loads: Loads, current: dict[System, Row], better: dict[System, Row]
 ) -> str:
     row = current[state.system]
+    if row["runs"] != "yes":
+        return f"<b>It does not run</b>: {row['runs']}."
     time = f"<b>{milliseconds(row['iterationMS'])}</b> predicted (90 %: "
     time += f"{milliseconds(row['iterationLowMS'])} to {milliseconds(row['iterationHighMS'])})"
     binds = str(row["busiestBinds"])
-    floor = row[FLOOR_FIELDS[binds]]
+    floor = row[FLOOR_COLUMNS[binds]]
     parts = [
         f"<b>{binds}</b> binds: its floor on the busiest rank is {milliseconds(floor)}",
         _again("recomputed by dist_moe", "dist_moe", current, state),

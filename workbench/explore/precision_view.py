@@ -22,7 +22,7 @@ from workbench.explore.sources import (
 )
 from workbench.formats import FORMATS, FormatSpec
 from workbench.hardware import Hardware
-from workbench.model.cost import BF16_BYTES, expert_flop, hbm_bytes
+from workbench.model.cost import BF16_BYTES, expert_flop, experts_read, hbm_bytes
 from workbench.model.roofline import link_ms
 from workbench.report import figures_explore as fx
 from workbench.report.figures_explore import OBSERVED, PREDICTED, Panel
@@ -86,8 +86,8 @@ def format_floors(state: ShapeState, spec: FormatSpec, hardware: Hardware) -> di
     routed = passes * float(expert_flop(rows, state.D, state.F))
     shared = passes * float(expert_flop(S * state.T, state.D, state.F))
     hbm = passes * hbm_bytes(
-        R=rows, T=state.T, D=state.D, F=state.F, E_local=state.E // state.ep, K=state.K, S=S,
-        weight_bytes=per_value, active=1,
+        R=rows, T=state.T, D=state.D, F=state.F, K=state.K, S=S, weight_bytes=per_value,
+        experts=experts_read(rows, state.E // state.ep),
     )  # fmt: skip
     there = BF16_BYTES if training else per_value
     wire = ways * rows * (1 - 1 / state.ep) * state.D * (there + BF16_BYTES)
@@ -156,8 +156,11 @@ def _times(state: PrecisionState, names: list[str], hardware: Hardware,
         except InputError:
             notes.append(f"{spec.label}: {hardware.name} has no {PEAKS[spec.element].upper()} peak")
             floors = {"compute": math.nan}
-        own = {s: r for s, r in zip(systems, rows, strict=True) if s[2] == format_precision(spec)}
-        if not own and not math.isnan(floors["compute"]):
+        mine = {s: r for s, r in zip(systems, rows, strict=True) if s[2] == format_precision(spec)}
+        own = {s: r for s, r in mine.items() if r["runs"] == "yes"}
+        notes += sorted({f"{spec.label}: {r['runs']}" for r in mine.values()} - {
+            f"{spec.label}: yes"})  # fmt: skip
+        if not mine and not math.isnan(floors["compute"]):
             notes.append(f"{spec.label}: no system was measured in it, only its floor is known")
         binds = max(floors, key=lambda floor: floors[floor])
         times[name] = {"floor": floors[binds], "binds": binds, "systems": own}

@@ -33,8 +33,8 @@ WORKLOAD = ("mode", "ep", "F", *STUDY_SHAPE)
 
 PREDICTED_FIELDS = (
     "id", "iterationMS", "iterationLowMS", "iterationHighMS", "busiestComputeFloorMS",
-    "busiestHbmFloorMS", "busiestLinkFloorMS", "busiestBinds", "usefulTFPerGPU",
-    "peakAllocatedGiB", "extrapolation",
+    "busiestHbmFloorMS", "busiestLinkFloorMS", "busiestFixedFloorMS", "busiestBinds",
+    "usefulTFPerGPU", "peakAllocatedGiB", "extrapolation", "runs",
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from workbench.explore.sources import (
 )
 from workbench.hardware import PEAK_FIELD, Hardware
 from workbench.model.cost import BF16_BYTES, MXFP8_BYTES, cost_table
+from workbench.model.prediction import FLOOR_COLUMNS
 from workbench.model.roofline import attainable_tflops
 from workbench.moe import plan_arithmetic as pa
 from workbench.report import figures_explore as fx
@@ -306,6 +307,8 @@ def _table(state: WidthState, current: dict[System, Row], found: list[Row]) -> l
 
 def _sentence(state: WidthState, hardware: Hardware, row: Row,
               moved: list[tuple[float, str, str]]) -> str:  # fmt: skip
+    if row["runs"] != "yes":
+        return f"<b>It does not run</b>: {row['runs']}."
     binds = str(row["busiestBinds"])
     peak = hardware.peak_tflops(state.precision)
     parts = quantisation(state, [state.F], hardware.sm_count)
@@ -314,7 +317,7 @@ def _sentence(state: WidthState, hardware: Hardware, row: Row,
         f"{100 * row['usefulTFPerGPU'] / peak:.0f} % of the peak, in "
         f"{milliseconds(row['iterationMS'])} (90 %: {milliseconds(row['iterationLowMS'])} to "
         f"{milliseconds(row['iterationHighMS'])})",
-        f"<b>{binds}</b> binds: its floor is {milliseconds(row[FLOOR_FIELDS[binds]])}",
+        f"<b>{binds}</b> binds: its floor is {milliseconds(row[FLOOR_COLUMNS[binds]])}",
     ]
     if moved:
         told += [f"at F of about {f:,.0f} the binding floor changes from {old} to {new}"

@@ -140,6 +140,12 @@ class Calibration(BaseModel):
         """
         return predict_table(self, cases, device)
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups that have records."""
+        known = {record.group for record in self.ranges}
+        return tuple(group for group in GROUPS if str(group) in known)
+
     def group_values(self, group: Group) -> dict[str, float]:
         """Every parameter's value for one group. Raises InputError if it was not measured."""
         if not any(r.group == str(group) for r in self.ranges):

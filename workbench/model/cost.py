@@ -38,21 +38,32 @@ def expert_flop(rows: Num, D: Num, F: Num) -> Array:
 
 
 def hbm_bytes(
-    *, R: Num, T: Num, D: Num, F: Num, E_local: Num, K: Num, S: Num, weight_bytes: Num, active: Num
+    *, R: Num, T: Num, D: Num, F: Num, K: Num, S: Num, weight_bytes: Num, experts: Num
 ) -> Array:
     """Modelled HBM bytes of one pass of one layer, as the study counts them.
 
-    `active` is the fraction of ranks (for one rank: 0 or 1) that receive a row and so read the
-    weights of their experts. With R = T*K this is the mean over ranks.
+    `experts` are the local experts that receive a row, whose weights are read: `experts_read` of
+    one rank, or its mean over ranks with R = T*K.
     """
     D = np.asarray(D, np.float64)
-    weights = active * E_local * 3 * D * F * weight_bytes
+    weights = experts * 3 * D * F * weight_bytes
     shared_weights = S * 3 * D * F * BF16_BYTES
     hidden = (R + S * T) * F * 4
     # The study counts K + 3 rows of D per token; K of them are the routed rows, 3 the token's own.
     rows = (R + 3 * T) * D * BF16_BYTES
     ids = T * K * 4
     return weights + shared_weights + hidden + rows + ids
+
+
+def experts_read(rows: Num, E_local: Num) -> Array:
+    """Local experts that receive at least one of a rank's rows, which the routing spreads evenly:
+    only their weights are read, by the floors and by the time model alike."""
+    return np.minimum(rows, E_local)
+
+
+def dispatches_mxfp8(backend: Any, mxfp8: Any, training: Any) -> Any:
+    """Whether rows travel to their experts in MXFP8: in dist_moe's MXFP8 inference alone."""
+    return (backend == "dist_moe") & mxfp8 & ~training
 
 
 def wire_row_bytes(*, D: Num, training: Num, quantised_dispatch: Num) -> tuple[Array, Array]:
@@ -91,13 +102,13 @@ class Work(Workloads):
     @cached_property
     def hbm(self) -> Array:
         """Modelled HBM bytes on the mean rank, [N]."""
-        active = np.where(self.in_layers, self.rows.active_ranks, 0).sum(axis=1) / self.ep
-        per_pass = hbm_bytes(
-            R=self.balanced_rows,
-            weight_bytes=self.weight_bytes,
-            active=active / self.layers,
-            **self.shape,
-        )
+        E_local, others = self.shape["E_local"][:, None], self.ep[:, None] - 1
+        rest = (self.ep * self.balanced_rows)[:, None] - self.rows.rank0
+        few, extra = np.divmod(rest, np.maximum(others, 1))
+        read = experts_read(self.rows.rank0, E_local) + extra * experts_read(few + 1, E_local)
+        read = read + (others - extra) * experts_read(few, E_local)
+        mean = np.where(self.in_layers, read, 0).sum(axis=1) / self.ep
+        per_pass = self._hbm_bytes(self.balanced_rows, mean / self.layers)
         return self.layers * passes(self.training) * per_pass
 
     @cached_property
@@ -115,22 +126,20 @@ class Work(Workloads):
     @cached_property
     def busiest_hbm(self) -> Array:
         """Modelled HBM bytes on each layer's busiest rank, summed over layers, [N]."""
-        per_pass = hbm_bytes(
-            R=self.busiest_rows / self.layers,
-            weight_bytes=self.weight_bytes,
-            active=1,
-            **self.shape,
-        )
+        read = experts_read(self.rows.busiest, self.shape["E_local"][:, None]).sum(axis=1)
+        per_pass = self._hbm_bytes(self.busiest_rows / self.layers, read / self.layers)
         return self.layers * passes(self.training) * per_pass
+
+    def _hbm_bytes(self, R: Array, experts: Array) -> Array:
+        sizes = {name: self.shape[name] for name in ("T", "D", "F", "K", "S")}
+        return hbm_bytes(R=R, experts=experts, weight_bytes=self.weight_bytes, **sizes)
 
     @cached_property
     def wire_rows(self) -> tuple[Array, Array]:
         """(to the expert, back from it) bytes per routed row, [N]."""
-        dist_inference = (self.table["backend"] == "dist_moe").to_numpy() & ~self.training
+        quantised = dispatches_mxfp8(self.table["backend"].to_numpy(), self.mxfp8, self.training)
         return wire_row_bytes(
-            D=self.shape["D"],
-            training=self.training,
-            quantised_dispatch=self.mxfp8 & dist_inference,
+            D=self.shape["D"], training=self.training, quantised_dispatch=quantised
         )
 
     @cached_property

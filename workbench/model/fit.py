@@ -58,10 +58,11 @@ class Problem:
     def predict(self, values: Array) -> Times:
         """Times [B, N] for values [B, P] of the slots, in their order."""
         count = len(self.measured["iterationMS"])
-        out = np.full((3, len(values), count), np.nan)
+        out = np.full((len(Times._fields), len(values), count), np.nan)
         for terms, rows in zip(self.terms, self.rows, strict=True):
             p = group_values(values, self.slots, terms.group)
-            out[..., rows] = predict_times(p, terms, self.constants)
+            for of_time, found in zip(out, predict_times(p, terms, self.constants), strict=True):
+                of_time[:, rows] = found
         return Times(*out)
 
     def log_ratios(self, values: Array) -> dict[str, Array]:

@@ -1,6 +1,7 @@
 """Predicted times of cases, with the floors, the 90 % interval and what it rests on.
 
-Cases are taken in blocks of one group on two threads, so that a million of them stay in cache.
+A case that cannot run where it is asked for has a reason and no time. Cases are taken in blocks of
+one group on two threads, so that a million of them stay in cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,12 @@ from workbench.case import STUDY_SHAPE, Case, case_table
 from workbench.errors import InputError
 from workbench.hardware import Hardware, load_hardware
 from workbench.model.fit import group_rows
-from workbench.model.memory import predict_memory
+from workbench.model.memory import GIB, predict_memory
 from workbench.model.parameters import Group
 from workbench.model.roofline import FLOORS
-from workbench.model.timemodel import CaseArrays, Terms, binding, layer_terms, predict_times
+from workbench.model.timemodel import CaseArrays, Terms, layer_terms, predict_times
+from workbench.moe import plan_arithmetic as pa
+from workbench.moe.plan_table import HIDDEN_MULTIPLE
 
 if TYPE_CHECKING:
     from workbench.model.calibration import Calibration
@@ -27,20 +30,25 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 BLOCK = 16_384
 THREADS = 2
-REASONS = (
-    "",
-    "device without calibration",
-    "mode without a record",
-    "shape without a record",
-    "ep outside the records",
-    "F outside the records",
-    "load outside the records",
-    "more layers than in any record",
-    "replay or recomputation without a record",
-)
-"""Why a prediction is extrapolated; the first that applies is reported."""
+REFUSALS = (
+    "yes", "precision", "domain", "scratch", "memory", "measurement", "precision", "memory",
+)  # fmt: skip
+"""First word of `runs`; of several reasons the first is told. The last two are of cases that
+dist_moe's plan refuses: widths that its tiles do not divide, and more bytes than can be counted."""
+UNDIVIDED, UNCOUNTED = 6, 7
+FEATURES = ("device", "domain", "mode", "T", "D", "E", "K", "sharedExperts", "shape", "EP", "F",
+            "imbalance", "layers", "replay")  # fmt: skip
+"""What can lie outside the records; `shape` where T, D, E, K and sharedExperts do not singly, but
+nothing has all of them; `replay` where backward replays or recomputes and no record did."""
+HELD_OUT = ("EP", "F", "imbalance", "layers")
+"""Features along which a calibration has held measurements out and knows how far it was off."""
 TIMES = ("iterationMS", "forwardMS", "backwardMS")
-FLOOR_COLUMNS = {name: f"busiest{column}" for name, column in FLOORS.items()}
+BOUNDS = ("iterationLowMS", "iterationHighMS")
+FLOOR_COLUMNS = {name: f"busiest{column}" for name, column in FLOORS.items()} | {
+    "fixed": "busiestFixedFloorMS"
+}
+"""Bound -> its column: the roofline's floors, and the time that is spent however little there is
+to do (launches, barriers, the exchange of routes)."""
 
 
 def predict_table(
@@ -50,16 +58,23 @@ def predict_table(
 ) -> pd.DataFrame:
     """The cases' own columns and, for each case:
 
+    runs                                    "yes", or why it cannot: a word of REFUSALS, a colon and
+                                            the reason; then all times and rates are NaN
     iterationMS, forwardMS, backwardMS      ms; backward NaN in inference
-    iterationLowMS, iterationHighMS         the 90 % interval
-    busiest...FloorMS, busiestBinds         floors of the busiest rank at the device's peaks
+    iterationLowMS, iterationHighMS         the 90 % interval; where something is extrapolated that
+                                            was never held out, from the floor to what the least
+                                            efficient calibrated group would take
+    busiest...FloorMS, busiestBinds         floors of the busiest rank at the device's peaks (NaN
+                                            without the peak or the NIC), the fixed time, and the
+                                            largest of them
     usefulTFPerGPU                          useful FLOP over iterationMS
     peakAllocatedGiB                        NaN if the calibration has no memory
-    extrapolated, extrapolation             whether, and why, nothing like it was measured
+    extrapolated, extrapolation             whether, and in which of FEATURES, a case lies outside
+                                            the records
     origin, device, calibratedOn            "predicted", the device predicted for, whose records
 
     A device without calibration has its own floors and the calibrated device's efficiencies.
-    Raises InputError for a pipeline without a record and a device without the peak or NIC.
+    Raises InputError for a pipeline that the model does not know.
     """
     table = cases if isinstance(cases, pd.DataFrame) else case_table(list(cases))
     # a device of one's own is in no file: it comes with the call
@@ -67,8 +82,9 @@ def predict_table(
     own = device if its_own and device is not None else load_hardware(calibration.device)
     hardware = device or own
     count = len(table)
-    out: dict[str, Array] = {name: np.full(count, np.nan) for name in (*TIMES, *_FLOORS_AND_LOAD)}
-    out["binds"], out["why"] = np.zeros(count, np.int8), np.zeros(count, np.int8)
+    out: dict[str, Array] = {name: np.full(count, np.nan) for name in _NUMBERS}
+    out |= {name: np.zeros(count, np.int8) for name in ("binds", "runs", "group")}
+    out["outside"] = np.zeros(count, np.int16)
     groups = group_rows(table)
     _refuse_unknown(table, groups)
     # Single layers first: a block of them needs no sum over layers.
@@ -78,45 +94,69 @@ def predict_table(
         for group, rows in groups.items()
         if len(rows)
     }
+    for number, rows in enumerate(groups.values()):
+        out["group"][rows] = number
     cases_of = CaseArrays.of(table)
-    foreign = hardware.name != own.name
-    for group in groups:  # refuse before any work is done
-        calibration.group_values(group)
+    measured = {group: calibration.group_values(group) for group in calibration.groups}
 
     def one(block: tuple[Group, Array]) -> None:
         group, rows = block
+        undivided = _undivided(cases_of, group, rows)
+        of_rows(group, rows[undivided], UNDIVIDED)
+        planned(group, rows[~undivided])
+
+    def planned(group: Group, rows: Array) -> None:
+        try:
+            of_rows(group, rows, 0)
+        except pa.PlanError:
+            if len(rows) == 1:
+                of_rows(group, rows, UNCOUNTED)
+            else:
+                planned(group, rows[: len(rows) // 2])
+                planned(group, rows[len(rows) // 2 :])
+
+    def of_rows(group: Group, rows: Array, refused: int) -> None:
+        if not len(rows):
+            return
         part = cases_of.take(rows)
-        terms = layer_terms(part, group, hardware, calibration.constants)
-        times = predict_times(calibration.group_values(group), terms, calibration.constants)
-        for name, values in zip(TIMES, times, strict=True):
-            out[name][rows] = values
-        for name, values in terms.floors.items():
+        terms = layer_terms(part, group, hardware, calibration.constants, plan=not refused)
+        if refused:
+            memory, runs = np.full(len(rows), np.nan), np.full(len(rows), refused)
+        else:
+            memory = predict_memory(part, group, calibration.memory)
+            runs = _runs(part, terms, memory, hardware, group in measured)
+        bounds = dict(terms.floors)
+        out["runs"][rows], out["peakAllocatedGiB"][rows] = runs, memory
+        if group in measured:
+            outside = _outside(calibration, part, terms, hardware, own)
+            times = predict_times(measured[group], terms, calibration.constants)
+            bounds["fixed"] = times.fixed
+            limits = _interval(calibration, terms, times.iteration, outside, measured)
+            yes = runs == 0
+            for name, values in zip((*TIMES, *BOUNDS), (*times[:3], *limits), strict=True):
+                out[name][rows] = np.where(yes, values, np.nan)
+            out["outside"][rows] = outside
+        for name, values in bounds.items():
             out[FLOOR_COLUMNS[name]][rows] = values
-        out["binds"][rows] = binding(terms.floors)
-        out["why"][rows] = 1 if foreign else _why(calibration, part, terms)
-        out["peakAllocatedGiB"][rows] = predict_memory(part, group, calibration.memory)
+        known = np.stack([bounds[name] for name in FLOOR_COLUMNS if name in bounds])
+        out["binds"][rows] = np.where(np.isnan(known), -np.inf, known).argmax(axis=0)
         flop = part.T * (part.K + part.sharedExperts) * (6.0 * part.D * part.F * part.layers)
         flop *= np.where(terms.training, 3, 1)
-        out["usefulTFPerGPU"][rows] = flop / (times.iteration * 1e9)
+        out["usefulTFPerGPU"][rows] = flop / (out["iterationMS"][rows] * 1e9)
 
     if count < BLOCK:  # so little that the threads would only take turns
         list(map(one, _blocks(groups)))
     else:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(one, _blocks(groups)))
-    _refuse_no_link(table, out["iterationMS"], hardware)
-    extrapolated = out["why"] > 0
-    width = np.where(extrapolated, calibration.interval_extrapolated, calibration.interval)
-    factor = np.exp(width)
-    columns = {name: out[name] for name in TIMES} | {
-        "iterationLowMS": out["iterationMS"] / factor,
-        "iterationHighMS": out["iterationMS"] * factor,
-        **{name: out[name] for name in FLOOR_COLUMNS.values()},
-        "busiestBinds": pd.Categorical.from_codes(out["binds"], list(FLOORS)),
+    columns = {
+        "runs": _reasons(table, out, list(groups), hardware, calibration),
+        **{name: out[name] for name in (*TIMES, *BOUNDS, *FLOOR_COLUMNS.values())},
+        "busiestBinds": pd.Categorical.from_codes(out["binds"], list(FLOOR_COLUMNS)),
         "usefulTFPerGPU": out["usefulTFPerGPU"],
         "peakAllocatedGiB": out["peakAllocatedGiB"],
-        "extrapolated": extrapolated,
-        "extrapolation": pd.Categorical.from_codes(out["why"], list(REASONS)),
+        "extrapolated": out["outside"] > 0,
+        "extrapolation": _named(out["outside"]),
         "origin": pd.Categorical.from_codes(np.zeros(count, np.int8), ["predicted"]),
         "device": pd.Categorical.from_codes(np.zeros(count, np.int8), [hardware.name]),
         "calibratedOn": pd.Categorical.from_codes(np.zeros(count, np.int8), [own.name]),
@@ -126,7 +166,7 @@ def predict_table(
     return pd.concat([table[kept], predicted], axis=1)
 
 
-_FLOORS_AND_LOAD = (*FLOOR_COLUMNS.values(), "peakAllocatedGiB", "usefulTFPerGPU")
+_NUMBERS = (*TIMES, *BOUNDS, *FLOOR_COLUMNS.values(), "peakAllocatedGiB", "usefulTFPerGPU")
 
 
 def _blocks(groups: dict[Group, Array]) -> Iterator[tuple[Group, Array]]:
@@ -145,42 +185,145 @@ def _refuse_unknown(table: pd.DataFrame, groups: dict[Group, Array]) -> None:
         raise InputError(f"pipeline={found} is unknown to the time model")
 
 
-def _refuse_no_link(table: pd.DataFrame, times: Array, hardware: Hardware) -> None:
-    lost = np.isnan(times)
-    if lost.any():
-        ep = int(table["ep"].to_numpy()[lost][0])
-        raise InputError(
-            f"ep={ep} leaves the peer-access domain of {hardware.scale_up_domain} GPUs, and "
-            f"{hardware.name} has no NIC figure"
-        )
+def _undivided(cases: CaseArrays, group: Group, rows: Array) -> Array:
+    """Whether dist_moe refuses the widths of cases, [N]."""
+    if group.backend != "dist_moe":
+        return np.zeros(len(rows), bool)
+    D, F = cases.D[rows], cases.F[rows]
+    bad = D % HIDDEN_MULTIPLE != 0
+    if group.precision == "mxfp8":
+        bad = bad | (D % pa.MX_BLOCK != 0) | (F % pa.MX_BLOCK != 0)
+    return np.asarray(bad)
 
 
-def _why(calibration: "Calibration", part: CaseArrays, terms: Terms) -> Array:
-    """Index into REASONS for each case of a block, 0 where records surround it."""
-    why = np.full(len(part.ep), REASONS.index("mode without a record"), np.int8)
+def _runs(
+    part: CaseArrays, terms: Terms, memory: Array, hardware: Hardware, measured: bool
+) -> Array:
+    """Index into REFUSALS for each case of a block, [N]."""
+    group = terms.group
+    no_units = group.precision != "bf16" and not (
+        hardware.block_scaled and np.isfinite(hardware.peak_or_nan(group.precision))
+    )
+    beyond = part.ep > hardware.scale_up_domain
+    if group.pipeline == "alltoall" and hardware.nic_gbit_s is not None:
+        beyond = np.zeros_like(beyond)
+    overflow = np.zeros_like(beyond)
+    if group.backend == "dist_moe":
+        capacity = pa.dist_moe_rows(
+            part.T, part.K, part.E // part.ep, part.ep, part.scratchFactor,
+            group.precision == "mxfp8",
+        )  # fmt: skip
+        overflow = terms.scratch_rows > capacity
+    full = memory * GIB > hardware.hbm_gb * 1e9
+    found = np.where(full, 4, np.int8(0 if measured else 5))
+    found = np.where(overflow, 3, found)
+    found = np.where(beyond, 2, found)
+    return np.full_like(found, 1) if no_units else found
+
+
+def _reasons(
+    table: pd.DataFrame, out: dict[str, Array], groups: list[Group], hardware: Hardware,
+    calibration: "Calibration",
+) -> pd.Categorical:  # fmt: skip
+    """`runs` in words. Only what a reason names is told apart, so that there are few of them."""
+    words, codes = ["yes"], np.zeros(len(table), np.int32)
+    keys = {2: table["ep"], 3: table["scratchFactor"]}
+    for refusal in range(1, len(REFUSALS)):
+        rows = np.flatnonzero(out["runs"] == refusal)
+        key = keys[refusal].to_numpy()[rows] if refusal in keys else out["group"][rows]
+        values, which = np.unique(key, return_inverse=True)
+        codes[rows] = len(words) + which
+        for value in values.tolist():
+            group = groups[value] if refusal not in keys else Group("", "", "")
+            no_nic = "" if hardware.nic_gbit_s else f", and {hardware.name} has no NIC figure"
+            words.append(f"{REFUSALS[refusal]}: " + {
+                1: f"{hardware.name} has no block-scaled matrix units for {group.precision} "
+                   f"that hardware.toml or hardware_file names ({group})",
+                2: f"ep={value} leaves the peer domain of {hardware.scale_up_domain} "
+                   f"GPU{'s' * (hardware.scale_up_domain > 1)}{no_nic}",
+                3: f"the busiest rank receives more rows than scratchFactor={value} reserves, "
+                   "where dist_moe stops",
+                4: f"{group} needs more than the {hardware.hbm_gb:g} GB of {hardware.name}",
+                5: f"no record of {group} in the calibration, only of "
+                   + ", ".join(map(str, calibration.groups)),
+                UNDIVIDED: f"{group} needs D divisible by {HIDDEN_MULTIPLE}" + (
+                    f", and D and F by {pa.MX_BLOCK}" if group.precision == "mxfp8" else ""),
+                UNCOUNTED: "needs more than 2**53 bytes",
+            }[refusal])  # fmt: skip
+    # two groups may share a reason, and a category is named once
+    names = list(dict.fromkeys(words))
+    return pd.Categorical.from_codes(np.array([names.index(w) for w in words])[codes], names)
+
+
+def _outside(
+    calibration: "Calibration", part: CaseArrays, terms: Terms, hardware: Hardware, own: Hardware
+) -> Array:
+    """A bit of each of FEATURES that lies outside the records of a block's group, [N]."""
+    bit = {name: np.int16(1 << n) for n, name in enumerate(FEATURES)}
+    everywhere = np.int16(bit["device"] if hardware.name != own.name else 0)
+    found = np.full(len(part.ep), everywhere, np.int16)
+    found |= (part.ep > hardware.scale_up_domain) * bit["domain"]
+    recorded = np.zeros(len(part.ep), bool)
     again = (terms.minibatches > 0) | (terms.recompute > 0)
-    beyond = np.add.reduceat(again, terms.start) > 0
+    replays = np.add.reduceat(again, terms.start) > 0
     for known in calibration.ranges:
         if known.group != str(terms.group):
             continue
         here = terms.training == (known.mode == "training")
-        shape = np.zeros(len(part.ep), bool)
-        for sizes in known.shapes:
-            shape |= np.logical_and.reduce(
-                [getattr(part, n) == size for n, size in zip(STUDY_SHAPE, sizes, strict=True)]
+        recorded |= here
+        bits = (part.layers > known.layers) * bit["layers"]
+        bits |= ~_within(part.ep, known.ep) * bit["EP"]
+        bits |= ~_within(part.F, known.F) * bit["F"]
+        bits |= ~_within(terms.factor, known.load) * bit["imbalance"]
+        bits |= (replays & (not known.replay)) * bit["replay"]
+        singly = np.zeros(len(part.ep), bool)
+        for name, sizes in zip(STUDY_SHAPE, zip(*known.shapes, strict=True), strict=True):
+            far = ~_within(getattr(part, name), (min(sizes), max(sizes)))
+            bits |= far * bit[name]
+            singly |= far
+        together = np.zeros(len(part.ep), bool)
+        for shape in known.shapes:
+            together |= np.logical_and.reduce(
+                [getattr(part, n) == size for n, size in zip(STUDY_SHAPE, shape, strict=True)]
             )
-        checks = {
-            "shape without a record": ~shape,
-            "ep outside the records": ~_within(part.ep, known.ep),
-            "F outside the records": ~_within(part.F, known.F),
-            "load outside the records": ~_within(terms.factor, known.load),
-            "more layers than in any record": part.layers > known.layers,
-            "replay or recomputation without a record": beyond & (not known.replay),
-        }
-        found = np.select(list(checks.values()), [REASONS.index(name) for name in checks], 0)
-        why = np.where(here, found, why).astype(np.int8)
-    return why
+        bits |= (~together & ~singly) * bit["shape"]
+        found |= np.where(here, bits, 0).astype(np.int16)
+    return found | ~recorded * bit["mode"]
 
 
 def _within(values: Array, bounds: tuple[float, float]) -> Array:
     return (values >= bounds[0] * (1 - 1e-9)) & (values <= bounds[1] * (1 + 1e-9))
+
+
+def _named(outside: Array) -> pd.Categorical:
+    """The features of the bits, by commas; "" where there is none."""
+    present = np.flatnonzero(np.bincount(outside, minlength=1))
+    code = np.zeros(1 << len(FEATURES), np.int32)
+    code[present] = np.arange(len(present))
+    names = [
+        ", ".join(name for n, name in enumerate(FEATURES) if bits >> n & 1)
+        for bits in present.tolist()
+    ]
+    return pd.Categorical.from_codes(code[outside], names)
+
+
+def _interval(
+    calibration: "Calibration", terms: Terms, iteration: Array, outside: Array,
+    measured: dict[Group, dict[str, float]],
+) -> tuple[Array, Array]:  # fmt: skip
+    """Bounds of the 90 % interval of a block's times, [N]."""
+    floor = np.fmax.reduce(list(terms.floors.values()))
+    held_out = sum(1 << FEATURES.index(name) for name in HELD_OUT)
+    width = np.full(len(iteration), calibration.interval)
+    far = np.zeros(len(iteration))
+    for name in HELD_OUT:  # what each of them showed adds up
+        far = far + ((outside >> FEATURES.index(name)) & 1) * calibration.interval_extrapolated
+    width = np.maximum(width, far)
+    low, high = iteration * np.exp(-width), iteration * np.exp(width)
+    unseen = (outside & ~np.int16(held_out)) > 0
+    if unseen.any():
+        worst = high
+        for values in measured.values():
+            worst = np.maximum(worst, predict_times(values, terms, calibration.constants).iteration)
+        low, high = np.where(unseen, floor, low), np.where(unseen, worst, high)
+    return np.maximum(low, floor), high

@@ -14,8 +14,8 @@ from workbench.errors import InputError
 _KINDS: Mapping[str, Any] = {
     field.name: field.type for field in fields(Case) if field.name not in ("layers", "factors")
 }
-SHOWN = ("id", "iterationMS", "iterationLowMS", "iterationHighMS", "forwardMS", "backwardMS",
-         "busiestBinds", "peakAllocatedGiB", "extrapolation")  # fmt: skip
+SHOWN = ("id", "runs", "iterationMS", "iterationLowMS", "iterationHighMS", "forwardMS",
+         "backwardMS", "busiestBinds", "peakAllocatedGiB", "extrapolation")  # fmt: skip
 """Columns that `workbench predict` prints for people."""
 
 

@@ -2,7 +2,7 @@
 
 All ranks wait for the busiest one, so a layer takes what that rank takes. For each layer, with
 the floors at the device's peaks (compute of the padded rows G, shared expert H, link there and
-back X, HBM time of the weights W):
+back X, HBM time of the weights W of the experts that receive a row):
 
 - work C = (G/e*(1 + walk*E_local) + shared*H + save) * (1 + slowdown if balanced) + exposed*W
 - forward layer = layer_ms + overlap(C, X/link + fill)
@@ -13,6 +13,7 @@ back X, HBM time of the weights W):
 - overlap(a, b) = (a + b + sqrt((a - b)**2 + 4*loss**2*a*b)) / 2: the larger of the two, (1 + loss)
   times as long where they are equal, and their sum at loss 1, as in the unfused baseline.
 
+What a pass takes beyond its fixed times is never less than its share of the largest floor.
 iteration = forward + backward (+ gap in inference). All times in ms.
 
 Legend: T tokens per GPU, D hidden width, F expert width, E experts, K experts per token, N cases,
@@ -28,9 +29,18 @@ import numpy.typing as npt
 import pandas as pd
 
 from workbench.hardware import Hardware
-from workbench.model.cost import BF16_BYTES, MXFP8_BYTES, expert_flop, hbm_bytes
+from workbench.model.cost import (
+    BF16_BYTES,
+    MXFP8_BYTES,
+    dispatches_mxfp8,
+    expert_flop,
+    experts_read,
+    hbm_bytes,
+    passes,
+    wire_row_bytes,
+)
 from workbench.model.parameters import MEGA, Group
-from workbench.model.roofline import FLOORS, link_ms
+from workbench.model.roofline import link_ms
 from workbench.moe import plan_arithmetic as pa
 from workbench.moe.case_plan import CasePlans
 from workbench.moe.plan import MokConfig
@@ -49,13 +59,17 @@ class Terms:
     gemm, shared      forward compute of the routed (padded) rows, and of the shared expert
     there, back       link time of the rows to the busiest rank and back from it, BF16 unless
                       inference dispatches MXFP8; `fill` the bytes of both over BF16's
-    weights, params   HBM time of the local experts' weights, and of one byte for each of them
+    weights, params   HBM time of the weights of the local experts that receive a row, and of one
+                      byte for each of those weights
     columns           HBM time of one byte per padded row and column of F
     balanced          F over the reference to the slowdown's exponent where load is balanced, or 0
     load              [N] routed FLOP of the last layer over those of the reference layer
     minibatches       replayed in backward; `recompute` 1 where dist_moe's slot overflows
-    floors            [N] compute, HBM and link floors of the busiest rank, rows unpadded
+    floors            [N] compute, HBM and link floors of the busiest rank, rows unpadded; NaN
+                      without a peak or a link
+    least             [N] of forward, and of backward: its share of the largest floor
     factor            [N] largest load of any rank in any layer, over the mean
+    scratch_rows      [N] most rows of any rank in any layer, as dist_moe's scratch holds them
     """
 
     group: Group
@@ -76,7 +90,9 @@ class Terms:
     minibatches: Array
     recompute: Array
     floors: dict[str, Array]
+    least: tuple[Array, Array]
     factor: Array
+    scratch_rows: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +155,16 @@ class CaseArrays:
 
 
 def layer_terms(
-    cases: CaseArrays, group: Group, hardware: Hardware, constants: Mapping[str, float]
+    cases: CaseArrays,
+    group: Group,
+    hardware: Hardware,
+    constants: Mapping[str, float],
+    plan: bool = True,
 ) -> Terms:
-    """Terms of the cases of one group. Raises InputError if the device has no such peak."""
+    """Terms of the cases of one group; what needs a peak that the device does not have is NaN.
+
+    Without `plan` nothing is replayed or recomputed: for the floors of what cannot be planned.
+    """
     T, D, F, K, ep, layers = (cases.T, cases.D, cases.F, cases.K, cases.ep, cases.layers)
     S, training, experts = cases.sharedExperts, cases.training, cases.E // cases.ep
     mxfp8 = group.precision == "mxfp8"
@@ -161,16 +184,17 @@ def layer_terms(
     relative = busiest / each(T * K)
     total = busiest if single else np.add.reduceat(busiest, start)
 
-    peak, bf16 = hardware.peak_tflops(group.precision), hardware.peak_tflops("bf16")
+    peak, bf16 = hardware.peak_or_nan(group.precision), hardware.peak_tflops("bf16")
     hbm = hardware.hbm_tb_s * 1e9
     row_ms = 6.0 * D * F / (peak * 1e9)
     shared = expert_flop(S * T, D, F) / (bf16 * 1e9)
-    params = experts * 3.0 * D * F / hbm
+    read = experts_read(busiest, each(experts))
+    params = read * each(3.0 * D * F / hbm)
     weight_bytes = MXFP8_BYTES if mxfp8 else BF16_BYTES
 
-    quantised = mxfp8 & (group.backend == "dist_moe") & ~training
-    there_bytes = np.where(quantised, MXFP8_BYTES, BF16_BYTES)
-    ratio = each(there_bytes / BF16_BYTES)
+    quantised = dispatches_mxfp8(group.backend, mxfp8, training)
+    there_bytes, back_bytes = wire_row_bytes(D=D, training=training, quantised_dispatch=quantised)
+    ratio = each(there_bytes / back_bytes)
     remote = (1 - 1 / ep) * D * BF16_BYTES
     back = link_ms(busiest * each(remote), each(ep), hardware)
 
@@ -179,14 +203,28 @@ def layer_terms(
         constants["reference_rows"], constants["reference_D"], constants["reference_F"]
     )
     largest = np.maximum.reduceat(relative, start)
-    minibatches, recompute = _beyond_capacity(cases, group, case, rows.rank0, experts, largest)
-    passes = np.where(training, 3, 1)
+    minibatches, recompute = np.zeros(len(case)), np.zeros(len(case))
+    if plan:
+        minibatches, recompute = _beyond_capacity(cases, group, case, rows.rank0, experts, largest)
+    all_read = read if single else np.add.reduceat(read, start)
     hbm_total = hbm_bytes(
-        R=total / layers, T=T, D=D, F=F, E_local=experts, K=K, S=S, weight_bytes=weight_bytes,
-        active=1,
+        R=total / layers, T=T, D=D, F=F, K=K, S=S, weight_bytes=weight_bytes,
+        experts=all_read / layers,
     )  # fmt: skip
     # A rank's own rows that go elsewhere leave it whatever it receives.
-    wire = (layers * T * K - total / ep) * there_bytes + total * (1 - 1 / ep) * BF16_BYTES
+    wire = (layers * T * K - total / ep) * there_bytes + total * (1 - 1 / ep) * back_bytes
+    times, ways = passes(training), np.where(training, 2, 1)
+    floors = {
+        "compute": times * (total * row_ms + layers * shared),
+        "HBM": times * layers * hbm_total / hbm,
+        "link": link_ms(wire, ep, hardware),
+    }
+    forward, backward = (
+        np.maximum(np.maximum(floors["compute"], floors["HBM"]) * of_passes,
+                   floors["link"] * of_ways)
+        for of_passes, of_ways in ((1 / times, 1 / ways), (1 - 1 / times, 1 - 1 / ways))
+    )  # fmt: skip
+    fullest = padded if mxfp8 else busiest
     return Terms(
         group=group,
         start=start,
@@ -197,20 +235,18 @@ def layer_terms(
         there=back * ratio,
         back=back,
         fill=(1 + ratio) / 2,
-        weights=each(params * weight_bytes),
-        params=each(params),
+        weights=params * weight_bytes,
+        params=params,
         columns=padded * each(training * F / hbm),
         experts=each(experts).astype(np.float64),
         balanced=np.where(relative < constants["balanced_below"], each(wide), 0.0),
         load=busiest[last] * (6.0 * D * F) / reference,
         minibatches=minibatches / constants["minibatch_rows"],
         recompute=recompute,
-        floors={
-            "compute": passes * (total * row_ms + layers * shared),
-            "HBM": passes * layers * hbm_total / hbm,
-            "link": link_ms(wire * D * np.where(training, 2, 1), ep, hardware),
-        },
-        factor=relative if single else np.maximum.reduceat(relative, start),
+        floors=floors,
+        least=(forward, backward),
+        factor=largest,
+        scratch_rows=fullest if single else np.maximum.reduceat(fullest, start),
     )
 
 
@@ -244,11 +280,13 @@ def overlap(work: Array, transport: Array, loss: Array | float) -> Array:
 
 
 class Times(NamedTuple):
-    """Times in ms, [..., N]; backward is NaN in inference."""
+    """Times in ms, [..., N]; backward is NaN in inference. `fixed` is the part of iteration that
+    stays however little there is to do."""
 
     iteration: Array
     forward: Array
     backward: Array
+    fixed: Array
 
 
 def predict_times(p: Values, terms: Terms, constants: Mapping[str, float]) -> Times:
@@ -262,7 +300,10 @@ def predict_times(p: Values, terms: Terms, constants: Mapping[str, float]) -> Ti
     work = (gemm + shared + p["save_bytes"] * terms.columns) * slow
     work = work + p["weight_exposed"] * terms.weights
     transport = (terms.there + terms.back) * link + p["link_fill_ms"] * terms.fill
-    forward = p["start_ms"] + _sum(p["layer_ms"] + overlap(work, transport, loss), terms)
+    layers = terms.last - terms.start + 1
+    least, least_backward = terms.least
+    fixed = p["start_ms"] + p["layer_ms"] * layers
+    forward = fixed + np.maximum(_sum(overlap(work, transport, loss), terms), least)
 
     # Half of backward's work is dgrad, half wgrad; of each a third is W2's and two thirds W13's.
     grad = p["backward_work"] * gemm
@@ -275,25 +316,22 @@ def predict_times(p: Values, terms: Terms, constants: Mapping[str, float]) -> Ti
         layer = layer + overlap((dgrad + wgrad) * (2 / 3), one_way, loss)
     else:
         layer = overlap(dgrad / 3, one_way, loss) + overlap(dgrad * (2 / 3), one_way, loss) + wgrad
-    layer = layer + p["layer_backward_ms"] + p["replay_ms"] * terms.minibatches
+    layer = layer + p["replay_ms"] * terms.minibatches
     if terms.recompute.any():  # dispatch and W13 again, two thirds of the forward's work
         layer = layer + terms.recompute * overlap(work * (2 / 3), one_way, loss)
-    backward = p["start_backward_ms"] + _sum(layer, terms)
+    fixed_backward = p["start_backward_ms"] + p["layer_backward_ms"] * layers
+    backward = fixed_backward + np.maximum(_sum(layer, terms), least_backward)
 
     growth = np.maximum(terms.load - constants["skew_onset"], 0) * constants["skew_growth"]
     even = terms.balanced[terms.last] > 0
     skew = p["skew_ms"] + p["skew_balanced_ms"] * even
     iteration = forward + np.where(terms.training, backward, p["gap_ms"])
     forward = forward + skew * (1 - np.exp(-growth)) * terms.training
-    return Times(iteration, forward, np.where(terms.training, backward, np.nan))
+    fixed = fixed + np.where(terms.training, fixed_backward, p["gap_ms"])
+    return Times(iteration, forward, np.where(terms.training, backward, np.nan), fixed)
 
 
 def _sum(layers: Array, terms: Terms) -> Array:
     if layers.shape[-1] == len(terms.start):
         return layers
     return np.add.reduceat(layers, terms.start, axis=-1)
-
-
-def binding(floors: Mapping[str, Array]) -> Array:
-    """Index into FLOORS of the largest floor, [N]."""
-    return np.stack([floors[name] for name in FLOORS]).argmax(axis=0)
