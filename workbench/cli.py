@@ -384,7 +384,7 @@ def kernels_command(
 def bench_kernels_command(as_json: Json = False) -> None:
     """Triton kernels against torch's grouped product, cuBLAS and `alltoall`, on a GPU.
 
-    Ratios are of rates: above 1 ours is faster. Without a GPU every figure says so.
+    Ratios are of rates: above 1 ours is faster.
     """
     from workbench.bench.kernel_bench import bench_kernels
 
@@ -464,11 +464,19 @@ def main() -> None:
     def terminated(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt  # a run that is told to end closes its records like one at Ctrl-C
 
-    signal.signal(signal.SIGTERM, terminated)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, terminated)
     try:
         app(args=_bare_resume(sys.argv[1:]), standalone_mode=True)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # A path that the file system refuses: too long, not ours, on a disk that is full.
+        print(f"error: {InputError(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
         sys.exit(2)
 
 

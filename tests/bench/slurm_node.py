@@ -1,11 +1,12 @@
 """A real SLURM of one node, in a folder of its own: munge, controller and node daemon."""
 
 import os
-import shutil
 import socket
 import subprocess
 import time
 from pathlib import Path
+
+from tests import needs
 
 CONF = """\
 ClusterName=bench
@@ -48,6 +49,9 @@ class SlurmNode:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
+        needs.root("a SLURM of its own")
+        for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun"):
+            needs.program(name)
         folder = self.folder
         for name in ("state", "spool"):
             (folder / name).mkdir()
@@ -80,10 +84,9 @@ class SlurmNode:
                 daemon.wait()
 
     def _run(self, name: str, *arguments: str) -> None:
-        program = shutil.which(name) or f"/usr/sbin/{name}"
         with (self.folder / f"{name}.out").open("wb") as out:
             self._daemons.append(
-                subprocess.Popen([program, *arguments], stdout=out, stderr=out,
+                subprocess.Popen([needs.program(name), *arguments], stdout=out, stderr=out,
                                  env=os.environ | self.environment)
             )  # fmt: skip
 

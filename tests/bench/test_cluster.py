@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from slurm_node import SlurmNode
 
+from tests import needs
 from workbench.bench.matrix import load_matrix
 from workbench.bench.own import read_record
 
@@ -115,17 +116,20 @@ def test_slurm_requeue_goes_on(slurm: SlurmNode, matrix: Path, tmp_path: Path) -
     assert "16 of 16 cases measured, 0 failed" in told
 
 
-def test_slurm_that_is_not_there_or_refuses(slurm: SlurmNode, matrix: Path, tmp_path: Path) -> None:
-    command = [*COMMAND, str(matrix), "--slurm", *SHORT]
-    nothing = subprocess.run([*command, "--out", str(tmp_path / "a")], text=True, check=False,
+def test_slurm_that_is_not_there(matrix: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, str(matrix), "--slurm", *SHORT, "--out", str(tmp_path / "a")]
+    nothing = subprocess.run(command, text=True, check=False,
                              capture_output=True,
                              env=os.environ | {"PATH": "/nowhere"})  # fmt: skip
     assert nothing.returncode == 2
     assert nothing.stderr == "error: --slurm needs sbatch on the PATH, and there is none\n"
-    refused = subprocess.run(
-        [*command, "--out", str(tmp_path / "b"), "--sbatch=--partition=gone"], text=True,
-        check=False, capture_output=True, env=os.environ | slurm.environment,
-    )  # fmt: skip
+
+
+def test_slurm_that_refuses(slurm: SlurmNode, matrix: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, str(matrix), "--slurm", *SHORT, "--out", str(tmp_path / "b")]
+    refused = subprocess.run([*command, "--sbatch=--partition=gone"], text=True, check=False,
+                             capture_output=True,
+                             env=os.environ | slurm.environment)  # fmt: skip
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"error: sbatch refused {tmp_path}/b/sweep.sbatch: ")
     assert "partition" in refused.stderr
@@ -137,12 +141,15 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
     tag = uuid.uuid4().hex[:6]
     names = [f"wb{tag}{end}" for end in "ab"]
 
+    needs.root("a network namespace")
+    program = needs.program("ip")
+
     def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
+        subprocess.run([program, *arguments], check=True)
 
     try:
         for name in names:
-            ip("netns", "add", name)
+            needs.permitted("ip", "netns", "add", name)
         ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1],
            "netns", names[1])  # fmt: skip
         for n, name in enumerate(names):
@@ -157,7 +164,7 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
         yield [(name, f"10.77.0.{n + 1}") for n, name in enumerate(names)]
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
+            subprocess.run([program, "netns", "del", name], check=False)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 

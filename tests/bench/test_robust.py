@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import QUICK
 
+from tests import needs
 from workbench.bench.interleave import run_pair
 from workbench.bench.job import Protocol, Settings
 from workbench.bench.launch import Launch
@@ -55,7 +56,7 @@ def lone_matrix(tmp_path: Path) -> Path:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
+    needs.permitted("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder))
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests import needs
 from workbench import sweeping
 from workbench.bench import matrix
 from workbench.bench.record import load_table
@@ -73,6 +74,7 @@ def test_records_that_cannot_be_calibrated_say_why(local_run, tmp_path):
 
 
 def test_the_page_gets_what_was_measured(report, local_run, tmp_path):
+    needs.browser()
     folder = tmp_path / "measured"
     shutil.copytree(local_run.sweep.folder.path, folder / "sweep")
     report.export(folder)

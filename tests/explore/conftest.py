@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests import needs
+
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "outputs" / "screenshots"
 SETTINGS = {
@@ -109,8 +111,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    assert program, "the browser tests need chromium on PATH"
+    program = needs.browser()
     options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=options)

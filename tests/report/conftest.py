@@ -1,8 +1,9 @@
 import pytest
 
+from tests import needs
 from workbench.bench.record import concat, load_table
 from workbench.hardware import load_hardware
-from workbench.report.export import export_figures, find_browser
+from workbench.report.export import export_figures
 from workbench.report.figures import all_figures
 
 
@@ -18,9 +19,7 @@ def figures(study):
 
 @pytest.fixture(scope="session")
 def browser():
-    path, reason = find_browser()
-    assert path, reason
-    return path
+    return needs.browser()
 
 
 @pytest.fixture(scope="session")

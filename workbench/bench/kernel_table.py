@@ -73,6 +73,8 @@ def kernel_rows(
     InputError for an unknown target or op.
     """
     sizes = sizes or Sizes()
+    if ptx is not None:
+        ptx.mkdir(parents=True, exist_ok=True)
     for target in targets:
         if target not in TARGETS:
             raise InputError(f"target={target} must be one of {', '.join(TARGETS)}")
@@ -89,7 +91,6 @@ def kernel_rows(
             for i, launch in enumerate(launches):
                 facts, code = compile_launch(launch, target)
                 if ptx is not None:
-                    ptx.mkdir(parents=True, exist_ok=True)
                     name = f"{op.replace(', ', '-').replace(' ', '-')}.{i}.{facts.kernel}"
                     (ptx / f"{name}.{target}.ptx").write_text(code)
                 does = _cost(known[op]) if i == main else Cost(hbm_bytes=0)

@@ -21,8 +21,13 @@ from workbench.errors import InputError
 
 GRACE_S = 10.0
 """Beyond a case's time limit, until ranks that did not end themselves are ended."""
+START_S = 180.0
+"""For the ranks of one host to start and begin their first case; hosts of several wait for one
+another as long as a case may take."""
 END_S = 5.0
 """From the request to end to the end by force."""
+
+LOOPBACK = "127.0.0.1"
 
 _ROOT = re.compile(r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL)
 
@@ -46,6 +51,16 @@ class Launch:
             raise InputError(f"nnodes={self.nnodes} must be at least 1")
         if self.nnodes > 1 and not re.fullmatch(r"\S+:\d+", self.rdzv):
             raise InputError(f"rdzv={self.rdzv!r} must be HOST:PORT with nnodes={self.nnodes}")
+        given = {**os.environ, **dict(self.environment)}.get("OMP_NUM_THREADS", "1")
+        if not re.fullmatch(r"0*[1-9]\d{0,5}", given):
+            raise InputError(
+                f"OMP_NUM_THREADS={given!r} in the environment must be an integer of at least 1"
+            )
+
+    @property
+    def address(self) -> str:
+        """By which torchrun's agents reach this host; empty where it is to find out by itself."""
+        return self.local_addr or (LOOPBACK if self.nnodes == 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +84,11 @@ class JobRun:
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         self.job, self.folder, self.on_event = job, folder, on_event
+        self._launch = launch
         self._hung = False
+        self._began = time.monotonic()
+        self._start_s = START_S if launch.nnodes == 1 else max(START_S, job.limit_s)
+        self._never_started = False
         self._reader = Events(folder.events, job.name)
         host = f".{os.uname().nodename}" if launch.nnodes > 1 else ""
         self._log = folder.logs / f"{job.name}{host}.torchrun.log"
@@ -97,6 +116,9 @@ class JobRun:
         if running and self._reader.running and late > 0:
             self._hung = True
             self.end()
+        if running and not self._reader.since and self._began + self._start_s < time.monotonic():
+            self._never_started = True
+            self.end()
         return running
 
     def end(self) -> None:
@@ -114,10 +136,22 @@ class JobRun:
         code = self._process.returncode
         if code == 0:
             return Ended()
+        if self._never_started:
+            return Ended(reason=self._start_reason())
         text = self._log.read_text(encoding="utf-8", errors="replace")
         reason, root_code = _reason(text, code, self.job, self.folder, self._hung)
         return Ended(reason=reason, case=self._reader.running,
                      unwritable=root_code == UNWRITABLE)  # fmt: skip
+
+    def _start_reason(self) -> str:
+        if self._launch.nnodes == 1:
+            meet = f"at {self._launch.address}, which must be an address of this host"
+        else:
+            meet = (
+                f"at rdzv={self._launch.rdzv}, which every host must reach, by names that all"
+                f" resolve; where a host's own does not, give its address with --local-addr"
+            )
+        return f"no rank began within {self._start_s:g} s; they meet {meet} (log: {self._log})"
 
 
 def run_jobs(*runs: JobRun) -> list[Ended]:
@@ -140,13 +174,14 @@ def run_jobs(*runs: JobRun) -> list[Ended]:
 def command(job: Job, path: Path, folder: Folder, launch: Launch) -> list[str]:
     """The command line that starts torchrun on this host (or, by `prefix`, on all)."""
     if launch.nnodes == 1:
-        meeting = ["--standalone"]
+        meeting = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-id={job.name}",
+                   f"--rdzv-endpoint={launch.address}:0"]  # fmt: skip
     else:
         meeting = [f"--nnodes={launch.nnodes}", "--rdzv-backend=c10d", f"--rdzv-id={job.name}",
                    f"--rdzv-endpoint={launch.rdzv}",
                    f"--rdzv-conf=join_timeout={int(job.limit_s)}"]  # fmt: skip
-    if launch.local_addr:
-        meeting.append(f"--local-addr={launch.local_addr}")
+    if launch.address:
+        meeting.append(f"--local-addr={launch.address}")
     return [*launch.prefix, sys.executable, "-m", "workbench.bench.elastic", *meeting,
             f"--nproc-per-node={job.ep // launch.nnodes}", "--max-restarts=0",
             "-m", "workbench.bench.worker", str(folder.path), str(path)]  # fmt: skip
@@ -155,7 +190,10 @@ def command(job: Job, path: Path, folder: Folder, launch: Launch) -> list[str]:
 def _environment(job: Job, launch: Launch) -> dict[str, str]:
     per_host = max(job.ep // launch.nnodes, 1)
     threads = max(len(os.sched_getaffinity(0)) // per_host, 1)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONUNBUFFERED": "1",
+    # PET_... are torchrun's options as variables: what a start depends on is on its command line.
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    near = {"GLOO_SOCKET_IFNAME": "lo"} if launch.address == LOOPBACK else {}
+    return {"OMP_NUM_THREADS": str(threads), **near, **ours, "PYTHONUNBUFFERED": "1",
             **dict(launch.environment)}  # fmt: skip
 
 

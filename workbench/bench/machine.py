@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import workbench
 
 _PACKAGES = ("torch", "triton", "numpy", "pandas")
@@ -34,6 +36,16 @@ def clock_mhz(device: str) -> float | None:
             return None
     found = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", _read("/proc/cpuinfo"), re.MULTILINE)
     return max(map(float, found)) if found else None
+
+
+def available_bytes() -> int:
+    """Memory that new processes of this host can have: what is free or can be freed, and no more
+    than the control group of this one leaves."""
+    found = [int(psutil.virtual_memory().available)]
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        found.append(int(limit) - int(used))
+    return max(min(found), 0)
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ With `base`, the lists keep of its cases those whose fields are in them.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,9 @@ from workbench.case import (
 )
 from workbench.errors import InputError
 from workbench.files import read_text
+from workbench.moe.config import PIPELINES as PIPELINES_HERE
+from workbench.moe.config import MoEConfig, runs
+from workbench.moe.plan_ours import plan_ours
 
 NAMED = {"local": local_matrix, "reference": reference_matrix}
 _LISTS = ("pipeline", "precision", "mode", "category", "ep", "F", "imbalance", "T", "D", "E", "K",
@@ -140,6 +143,34 @@ def check_ranks(cases: Sequence[Case], ranks: int, nnodes: int = 1) -> None:
             raise InputError(f"ep={ep} must be at most ranks={ranks}")
         if ep % nnodes:
             raise InputError(f"ep={ep} must be divisible by nnodes={nnodes}")
+
+
+def check_pipelines(cases: Iterable[Case]) -> None:
+    """Raises InputError where our layer does not run a case's pipeline and precision yet."""
+    strange = {f"{c.pipeline} {c.precision}": None for c in cases if not runs(c)}
+    if strange:
+        raise InputError(
+            f"pipeline={', '.join(strange)} cannot be measured yet, only"
+            f" {', '.join(PIPELINES_HERE)} in bf16; leave the others out of the matrix"
+            " (`pipeline:` in its YAML file)"
+        )
+
+
+def check_memory(cases: Iterable[Case], available: int, nnodes: int = 1) -> None:
+    """Raises InputError where the arenas and weights (in training with gradients, both BF16) of a
+    case's ranks on one host are more than `available` bytes."""
+    for case in cases:
+        expert = 3 * case.D * case.F * 2
+        weights = case.layers * (case.E // case.ep + case.sharedExperts) * expert
+        arena = plan_ours(MoEConfig.from_case(case)).arena_bytes
+        rank = arena + weights * (2 if case.mode == "training" else 1)
+        needed = rank * (case.ep // nnodes)
+        if needed > available:
+            raise InputError(
+                f"id={case.id} needs {needed / 2**30:.1f} GiB of memory on a host, for"
+                f" {case.ep // nnodes} ranks with an arena of {arena / 2**30:.1f} GiB and weights;"
+                f" {available / 2**30:.1f} GiB are free"
+            )
 
 
 def _based(file: MatrixFile) -> list[Case]:

@@ -21,8 +21,8 @@ from typing import IO, Any
 import workbench
 from workbench.bench.job import Folder, Job, Settings, as_dataclass
 from workbench.bench.launch import Ended, JobRun, Launch, run_jobs
-from workbench.bench.machine import device_label
-from workbench.bench.matrix import check_ranks
+from workbench.bench.machine import available_bytes, device_label
+from workbench.bench.matrix import check_memory, check_pipelines, check_ranks
 from workbench.bench.own import make_record, read_record, write_record
 from workbench.bench.resume import flat, refuse_other
 from workbench.bench.schema import OwnRecord
@@ -31,6 +31,8 @@ from workbench.errors import InputError
 from workbench.files import read_json, write_atomic
 
 LIMIT_S = 600.0
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""Where the driver lists the GPUs, one entry each."""
 
 
 class SweepError(RuntimeError):
@@ -100,7 +102,6 @@ def open_sweep(
     another version.
     """
     folder, launch = Folder(Path(path)), launch or Launch()
-    ranks = default_ranks() * launch.nnodes if ranks is None else ranks
     if folder.state.exists():
         if not resume:
             raise InputError(f"out={path} holds a sweep already; resume it or name another folder")
@@ -112,7 +113,7 @@ def open_sweep(
         given |= {} if limit_s is None else {"limit_s": limit_s}
         given |= {"environment": dict(launch.environment)} if launch.environment else {}
         refuse_other(sweep, given, cases)
-        check_ranks(known, ranks, launch.nnodes)
+        _check_runs(sweep, ranks)
         return sweep
     if folder.path.exists() and any(folder.path.rglob("*.record.json")):
         raise InputError(f"out={path} holds records of something else; name another folder")
@@ -121,8 +122,8 @@ def open_sweep(
     limit_s = LIMIT_S if limit_s is None else limit_s
     if not 0 < limit_s < math.inf:
         raise InputError(f"limit_s={limit_s} must be positive and finite")
-    check_ranks(cases, ranks, launch.nnodes)
     sweep = Sweep(folder, list(cases), settings or Settings(), launch, limit_s)
+    _check_runs(sweep, ranks)
     state = {
         "version": workbench.__version__,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -162,11 +163,20 @@ def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: 
         return teller.told()
 
 
-def default_ranks() -> int:
-    """Ranks that this host can take: its GPUs, or its cores, but two at least."""
-    gpus = Path("/proc/driver/nvidia/gpus")
-    count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
-    return count or max(len(os.sched_getaffinity(0)), 2)
+def _check_runs(sweep: Sweep, ranks: int | None) -> None:
+    """Raises InputError where a case cannot run here: for want of a pipeline, ranks or memory."""
+    device, nnodes = sweep.settings.device, sweep.launch.nnodes
+    check_pipelines(sweep.cases)
+    check_ranks(sweep.cases, default_ranks(device) * nnodes if ranks is None else ranks, nnodes)
+    if device == "cpu":
+        check_memory(sweep.cases, available_bytes(), nnodes)
+
+
+def default_ranks(device: str) -> int:
+    """Ranks that this host can take on a device: its GPUs, or its cores, but two at least."""
+    if device == "cuda":
+        return len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
+    return max(len(os.sched_getaffinity(0)), 2)
 
 
 def after(sweep: Sweep, waiting: list[Case], ended: Ended, teller: "Teller") -> list[Case]:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from workbench.case import Case, case_table
 from workbench.moe import plan_arithmetic as pa
-from workbench.moe.config import PIPELINES, MoEConfig
+from workbench.moe.config import MoEConfig, runs
 from workbench.moe.plan import (
     DistMoEConfig,
     DistMoEPlan,
@@ -190,8 +190,7 @@ class Plan:
 
 def plan_case(case: Case) -> Plan:
     """The plan of one case. Raises InputError for what its system refuses."""
-    runs = case.pipeline in PIPELINES and case.precision == "bf16"
-    ours = plan_ours(MoEConfig.from_case(case)) if runs else None
+    ours = plan_ours(MoEConfig.from_case(case)) if runs(case) else None
     if case.backend == "mok":
         return Plan(reference=_plan_mok(case), ours=ours)
     if case.backend == "dist_moe":

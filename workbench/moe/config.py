@@ -80,6 +80,11 @@ class MoEConfig:
         return replace(config, **given)
 
 
+def runs(case: Case) -> bool:
+    """Whether our layer runs a case's pipeline in its precision."""
+    return case.pipeline in PIPELINES and case.precision == "bf16"
+
+
 def _check(ok: bool, field: str, value: object, rule: str) -> None:
     if not ok:
         raise InputError(f"{field}={value} {rule}")
