@@ -65,6 +65,9 @@ def check(explorer: ImbalanceExplorer) -> None:
         assert explorer.trace is not None
         counts = np.array(explorer.trace.counts)
         share = counts.reshape(len(counts), state.ep, -1).sum(axis=2) / counts.sum(axis=1)[:, None]
+        if explorer.sentence().startswith("No time: "):
+            assert explorer.table()["runs"][SYSTEMS.index(state.system)] != "yes"
+            return
         shown = [float(v) for v in drawn(spec, "Predicted time over imbalance", "this load")["x"]]
         slack = state.E / (state.T * state.K)  # rows are whole numbers
         assert shown == pytest.approx([(share.max(axis=1) * state.ep).max()], abs=slack)
@@ -73,7 +76,7 @@ def check(explorer: ImbalanceExplorer) -> None:
         state.load, PROFILES.get(state.load, ()))  # fmt: skip
     cases = cases_of(state, factors)
     mine = SYSTEMS.index(state.system)
-    x = sweep_point(spec)
+    x = sweep_point(spec, state)
     base = np.array(factors)
     scaled = base * 0 + x if base.max() == 1 or len(factors) == 1 else np.maximum(
         1 + (x - 1) / (base.max() - 1) * (base - 1), 0)  # fmt: skip
@@ -87,15 +90,15 @@ def check(explorer: ImbalanceExplorer) -> None:
     curve = drawn(spec, "Predicted time over imbalance", " ".join(
         [state.backend, state.pipeline, state.precision.upper()]))  # fmt: skip
     assert curve["y"][12] == pytest.approx(found["iterationMS"].iloc[-1], rel=1e-12, nan_ok=True)
-    band = drawn(spec, "Predicted time over imbalance", "90 % interval")["y"]
-    assert band[12] == pytest.approx(found["iterationLowMS"].iloc[-1], rel=1e-12, nan_ok=True)
-    assert band[-13] == pytest.approx(found["iterationHighMS"].iloc[-1], rel=1e-12, nan_ok=True)
+    check_band(spec, curve, 12, found.iloc[-1])
 
     floors = roofline_table(case_table([cases[mine]]), device(state.hardware)).iloc[0]
     names = [f"busiest{n}FloorMS" for n in ("Compute", "Hbm", "Link")]
-    expected = [*floors[names].tolist(), row["iterationMS"]]
-    assert values(spec, "Floors of the busiest rank", "floor") == pytest.approx(
-        expected, rel=1e-9, nan_ok=True)  # fmt: skip
+    expected = [*floors[names].tolist(), row["busiestFixedFloorMS"], row["iterationMS"]]
+    if row["runs"] == "yes":
+        shown = values(spec, "Floors of the busiest rank", "floor")
+        assert shown == pytest.approx(expected, rel=1e-9)
+    check_refused(explorer, row, found.iloc[: len(SYSTEMS)])
 
     layers = layer_table(cases[mine])
     again = layers["paddedRows"] * layers["recomputed"] if state.backend == "dist_moe" else (
@@ -117,9 +120,44 @@ def check(explorer: ImbalanceExplorer) -> None:
     check_published(spec, state, factors)
 
 
-def sweep_point(spec: Any) -> float:
-    band = drawn(spec, "Predicted time over imbalance", "90 % interval")
-    return float(band["x"][12])
+def sweep_point(spec: Any, state: ImbalanceState) -> float:
+    curve = drawn(spec, "Predicted time over imbalance", " ".join(
+        [state.backend, state.pipeline, state.precision.upper()]))  # fmt: skip
+    return float(curve["x"][12])
+
+
+def check_band(spec: Any, curve: Any, at: int, expected: Any) -> None:
+    """The band has the points of the curve that have a time, forth and back."""
+    known = np.flatnonzero(np.isfinite(curve["y"]))
+    band = [t for t in spec["data"] if t["meta"] == curve["meta"] and t["name"] == "90 % interval"]
+    assert [float(x) for x in band[0]["x"]] == [
+        float(curve["x"][n]) for n in [*known, *known[::-1]]
+    ]
+    assert (at in known) == (expected["runs"] == "yes")
+    if at in known:
+        place = known.tolist().index(at)
+        limits = band[0]["y"][place], band[0]["y"][-1 - place]
+        wanted = expected[["iterationLowMS", "iterationHighMS"]].tolist()
+        assert limits == pytest.approx(wanted, rel=1e-12)
+
+
+def check_refused(explorer: Explorer, row: Any, systems: Any) -> None:
+    """What cannot run has its reason and no time, in sentence, table and bars."""
+    first = explorer.sentence().splitlines()[0]
+    if row["runs"] == "yes":
+        assert "cannot run" not in first
+        assert "stops" not in first
+    else:
+        assert first.startswith("No time: ")
+        assert f" cannot run: {row['runs'].split(' (')[0]}" in first
+        assert " ms" not in first
+    table = explorer.table().iloc[: len(systems)]
+    assert table["runs"].tolist() == systems["runs"].tolist()
+    lost = table[table["runs"] != "yes"]
+    assert lost[["iterationMS", "iterationLowMS", "iterationHighMS"]].isna().all(axis=None)
+    words = [t for t in explorer.view.spec["data"]
+             if t["meta"] == "dist_moe against mok" and t["name"] == "does not run"]  # fmt: skip
+    assert words[0]["text"] == [why.split(":")[0] for why in lost["runs"]]
 
 
 def check_bounds(spec: Any, state: ImbalanceState, cases: list[Case]) -> None:
@@ -256,7 +294,16 @@ def test_a_small_slot_recomputes_and_a_small_scratch_stops() -> None:
     stop = ImbalanceExplorer(
         ImbalanceParameters(load="A", system="dist_moe standard bf16", scratchFactor=7)
     )
-    assert "more rows than scratchFactor=7.0 reserves, where dist_moe stops" in stop.sentence()
+    assert "No time: dist_moe standard BF16 cannot run: scratch: " in stop.sentence()
+    assert " ms" not in stop.sentence()
+    other = ImbalanceExplorer(
+        ImbalanceParameters(load="A", system="mok native bf16", scratchFactor=7)
+    )
+    first, second = other.sentence().splitlines()
+    assert " ms predicted" in first
+    assert "dist_moe" not in first
+    assert "dist_moe standard BF16, dist_moe staged MXFP8" in second
+    assert "cannot run: scratch: " in second
 
 
 def test_replacement_gain_is_the_models_at_the_new_load() -> None:

@@ -23,8 +23,13 @@ from workbench.explore.sources import (
     View,
     WorkloadState,
     category_of,
+    extrapolated,
     milliseconds,
+    no_time,
     plan_rows,
+    refusal,
+    refused_note,
+    runs,
     system_of,
 )
 from workbench.explore.trace import Trace, placed_rows, scaled_counts
@@ -41,8 +46,6 @@ DEFAULT_FACTORS = list(PROFILES["A"])
 Load = Literal["factor", "A", "B", "table", "trace"]
 GIB = 2**30
 SWEEP = 25
-FLOOR_FIELDS = {"compute": "busiestComputeFloorMS", "HBM": "busiestHbmFloorMS",
-                "link": "busiestLinkFloorMS"}  # fmt: skip
 REPLACED = "experts re-placed"
 
 RANKS = Panel(title="Load per rank", x="rank [index]", y="routed rows [1]", thousands=True)
@@ -53,7 +56,7 @@ TIME = Panel(title="Predicted time over imbalance", x="largest factor of any lay
              y="iteration time [ms]")  # fmt: skip
 SYSTEMS = Panel(title="dist_moe against mok", x="system [-]", y="iteration time [ms]")
 FLOORS = Panel(title="Floors of the busiest rank", x="floor [-]", y="time at the peaks [ms]",
-               category=("compute", "HBM", "link", "predicted"))  # fmt: skip
+               category=(*FLOOR_COLUMNS, "predicted"))  # fmt: skip
 MEMORY = Panel(title="Peak memory", x="system [-]", y="peak allocated [GiB]")
 PANELS = (RANKS, LAYERS, TIME, SYSTEMS, FLOORS, MEMORY)
 
@@ -226,7 +229,11 @@ def imbalance_view(state: ImbalanceState, trace: Trace | None, sources: Sources)
         notes=tuple(
             filter(
                 None,
-                (_extrapolated(current[state.system]), sources.own_note(found, state.hardware)),
+                (
+                    extrapolated(current[state.system]),
+                    refused_note({s: r for s, r in current.items() if s != state.system}),
+                    sources.own_note(found, state.hardware),
+                ),
             )
         ),
     )
@@ -339,6 +346,8 @@ def _time(
                                [r["id"] for r in rows])  # fmt: skip
             traces.append(fx.with_spread(points, rows, "iterationMS"))
     here = current[state.system]
+    nowhere = not any(runs(row) for row in swept)
+    traces.append(fx.said_in(TIME, "no system runs at any load shown" if nowhere else ""))
     traces.append(fx.points(TIME, "this load", [max(loads.factors)], [here["iterationMS"]],
                             INK, symbol="x-thin-open", size=11))  # fmt: skip
     x = [] if loads.placed is None else [max(loads.largest(loads.placed))]
@@ -356,11 +365,19 @@ def _systems(
         fx.bar(SYSTEMS, PREDICTED, x, y, [STYLES[s].colour for s in current],
                low=[row["iterationLowMS"] for row in current.values()],
                high=[row["iterationHighMS"] for row in current.values()],
-               text=[f"{value:.3g}" for value in y]) | {"showlegend": False},
+               text=[f"{value:.3g}" if value == value else "" for value in y])
+        | {"showlegend": False},
+        refused_systems(SYSTEMS, current),
         fx.points(SYSTEMS, REPLACED, x if better else [],
                   [row["iterationMS"] for row in better.values()], INK, symbol="line-ew-open"),
     ]  # fmt: skip
     return traces + origin_points(SYSTEMS, "iterationMS", found)
+
+
+def refused_systems(panel: Panel, current: dict[System, Row]) -> fx.Trace:
+    """A word in place of the bar of each system that does not run."""
+    refused = {category_of(s): refusal(row) for s, row in current.items() if not runs(row)}
+    return fx.refused(panel, list(refused), list(refused.values()))
 
 
 def origin_points(panel: Panel, field: str, found: Sequence[Row]) -> list[fx.Trace]:
@@ -377,13 +394,16 @@ def origin_points(panel: Panel, field: str, found: Sequence[Row]) -> list[fx.Tra
 
 
 def _floors(row: Row, style: Style) -> list[fx.Trace]:
-    names = FLOORS.category
-    values = [*(row[field] for field in FLOOR_FIELDS.values()), row["iterationMS"]]
+    names = list(FLOORS.category) if runs(row) else []
+    floors = [row[field] for field in FLOOR_COLUMNS.values()]
+    values = [*floors, row["iterationMS"]] if names else []
     binds = str(row["busiestBinds"])
-    colours = [INK if name == binds else "#bbbbbb" for name in names[:3]] + [style.colour]
-    return [fx.bar(FLOORS, "floor", list(names), values, colours,
-                   low=[*values[:3], row["iterationLowMS"]],
-                   high=[*values[:3], row["iterationHighMS"]]) | {"showlegend": False}]  # fmt: skip
+    colours = [INK if name == binds else "#bbbbbb" for name in FLOOR_COLUMNS] + [style.colour]
+    bars = fx.bar(FLOORS, "floor", names, values, colours,
+                  low=[*floors, row["iterationLowMS"]][: len(names)],
+                  high=[*floors, row["iterationHighMS"]][: len(names)])  # fmt: skip
+    told = [] if names else [f"does not run: {refusal(row)}"]
+    return [bars | {"showlegend": False}, fx.refused(FLOORS, ["HBM"][: len(told)], told)]
 
 
 def _memory(state: ImbalanceState, current: dict[System, Row], found: list[Row],
@@ -391,10 +411,12 @@ def _memory(state: ImbalanceState, current: dict[System, Row], found: list[Row],
     x = [category_of(system) for system in current]
     y = [row["peakAllocatedGiB"] for row in current.values()]
     limit = sources.hardware(state.hardware).hbm_gb * 1e9 / GIB
-    beyond = max(y) > 0.5 * limit
+    beyond = np.nanmax([*y, 0.0]) > 0.5 * limit
+    colours = [STYLES[s].colour if runs(row) else "#bbbbbb" for s, row in current.items()]
     return [
-        fx.bar(MEMORY, PREDICTED, x, y, [STYLES[s].colour for s in current],
-               text=[f"{value:.3g}" for value in y]) | {"showlegend": False},
+        fx.bar(MEMORY, PREDICTED, x, y, colours,
+               text=[f"{value:.3g}" if value == value else "" for value in y])
+        | {"showlegend": False},
         *origin_points(MEMORY, "peakAllocatedGiB", found),
         fx.rule(MEMORY, "memory of the device", [x[0], x[-1]] if beyond else [],
                 [limit, limit] if beyond else [], "solid", "#D55E00"),
@@ -413,10 +435,11 @@ def _table(state: ImbalanceState, current: dict[System, Row], better: dict[Syste
         rows.append({
             "system": system_name(system), "origin": PREDICTED, "id": row["id"],
             "iterationMS": row["iterationMS"], "iterationLowMS": row["iterationLowMS"],
-            "iterationHighMS": row["iterationHighMS"], "busiestBinds": str(row["busiestBinds"]),
+            "iterationHighMS": row["iterationHighMS"],
+            "busiestBinds": str(row["busiestBinds"]) if runs(row) else "",
             "peakAllocatedGiB": row["peakAllocatedGiB"],
             "recomputedLayers": row["recomputedLayers"], "totalReplayRows": row["totalReplayRows"],
-            **again, "extrapolation": str(row["extrapolation"]),
+            **again, "runs": row["runs"], "extrapolation": str(row["extrapolation"]),
         })  # fmt: skip
     for row in found:
         rows.append({
@@ -431,8 +454,8 @@ def _sentence(
     state: ImbalanceState, loads: Loads, current: dict[System, Row], better: dict[System, Row]
 ) -> str:
     row = current[state.system]
-    if row["runs"] != "yes":
-        return f"<b>It does not run</b>: {row['runs']}."
+    if not runs(row):
+        return no_time(state.system, row)
     time = f"<b>{milliseconds(row['iterationMS'])}</b> predicted (90 %: "
     time += f"{milliseconds(row['iterationLowMS'])} to {milliseconds(row['iterationHighMS'])})"
     binds = str(row["busiestBinds"])
@@ -442,34 +465,26 @@ def _sentence(
         _again("recomputed by dist_moe", "dist_moe", current, state),
         _again("replayed by mok", "mok", current, state),
     ]
-    if loads.placed is not None:
+    if loads.placed is not None and runs(better[state.system]):
         gain = 1 - better[state.system]["iterationMS"] / row["iterationMS"]
         busiest, to = max(loads.factors), max(loads.largest(loads.placed))
         parts.append(f"re-placing the experts brings the largest factor from {busiest:.3g} to "
                      f"{to:.3g} and the time down by <b>{100 * gain:.1f} %</b>")  # fmt: skip
-    return f"{time}; {'; '.join(parts)}."
+    return f"{time}; {'; '.join(filter(None, parts))}."
 
 
 def _again(words: str, backend: str, current: dict[System, Row], state: ImbalanceState) -> str:
-    """What a backend does again in backward, in the state's precision."""
+    """What a backend does again in backward, in the state's precision; "" if it does not run."""
     of_precision = (s for s in current if s[0] == backend and s[2] == state.precision)
     system = state.system if state.backend == backend else next(of_precision, None)
     if system is None:
         return f"nothing is {words}"
     row = current[system]
-    if row["busiestPaddedRows"] > row["scratchRows"]:
-        return (
-            f"<b>dist_moe stops</b>: {row['busiestPaddedRows']:,.0f} rows do not fit the "
-            f"{row['scratchRows']:,.0f} of its scratch"
-        )
+    if not runs(row):
+        return ""
     named = [str(n + 1) for n in np.flatnonzero(row["againRows"])]
     if not named:
         return f"nothing is {words}"
     rows = f"{int(row['againRows'].sum()):,} rows of " if backend == "mok" else ""
     verb = "is" if backend == "dist_moe" and len(named) == 1 else "are"
     return f"<b>{rows}layer{'s' * (len(named) > 1)} {', '.join(named)}</b> {verb} {words}"
-
-
-def _extrapolated(row: Row) -> str:
-    why = str(row["extrapolation"])
-    return f"extrapolated: {why}" if why else ""

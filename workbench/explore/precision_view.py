@@ -19,6 +19,9 @@ from workbench.explore.sources import (
     System,
     View,
     milliseconds,
+    refusal,
+    refused_note,
+    runs,
 )
 from workbench.formats import FORMATS, FormatSpec
 from workbench.hardware import Hardware
@@ -138,7 +141,8 @@ def precision_view(state: PrecisionState, tensor: Any, sources: Sources) -> View
 
 
 Times = dict[str, dict[str, Any]]
-"""Format -> `floor` in ms (NaN without a peak), `binds`, and `systems`: system -> predicted row."""
+"""Format -> `floor` in ms (NaN without a peak), `binds`, `systems`: system -> predicted row, and
+`refused`: the rows of those that do not run."""
 
 
 def _times(state: PrecisionState, names: list[str], hardware: Hardware,
@@ -151,21 +155,31 @@ def _times(state: PrecisionState, names: list[str], hardware: Hardware,
     notes = []
     for name in names:
         spec = FORMATS[name]
-        try:
-            floors = format_floors(state, spec, hardware)
-        except InputError:
-            notes.append(f"{spec.label}: {hardware.name} has no {PEAKS[spec.element].upper()} peak")
-            floors = {"compute": math.nan}
         mine = {s: r for s, r in zip(systems, rows, strict=True) if s[2] == format_precision(spec)}
-        own = {s: r for s, r in mine.items() if r["runs"] == "yes"}
-        notes += sorted({f"{spec.label}: {r['runs']}" for r in mine.values()} - {
-            f"{spec.label}: yes"})  # fmt: skip
+        own = {s: r for s, r in mine.items() if runs(r)}
+        floors, missing = _floors(state, spec, hardware)
+        notes += [f"{spec.label}: {missing}"] * bool(missing)
         if not mine and not math.isnan(floors["compute"]):
             notes.append(f"{spec.label}: no system was measured in it, only its floor is known")
         binds = max(floors, key=lambda floor: floors[floor])
-        times[name] = {"floor": floors[binds], "binds": binds, "systems": own}
-    why = {str(row["extrapolation"]) for row in rows} - {""}
-    return times, [f"extrapolated: {', '.join(sorted(why))}"] * bool(why) + notes
+        times[name] = {"floor": floors[binds], "binds": binds, "systems": own,
+                       "refused": {s: r for s, r in mine.items() if not runs(r)}}  # fmt: skip
+    why = {str(row["extrapolation"]) for row in rows if runs(row)} - {""}
+    refused = refused_note(dict(zip(systems, rows, strict=True)))
+    return times, [f"extrapolated: {', '.join(sorted(why))}"] * bool(why) + notes + [refused]
+
+
+def _floors(state: PrecisionState, spec: FormatSpec,
+            hardware: Hardware) -> tuple[dict[str, float], str]:  # fmt: skip
+    """Floors of a format, or NaN and what the device lacks for them."""
+    try:
+        floors = format_floors(state, spec, hardware)
+    except InputError:
+        lacks = f"{hardware.name} has no {PEAKS[spec.element].upper()} peak"
+        return {"compute": math.nan}, lacks
+    if spec.element != "bf16" and not hardware.block_scaled:
+        return {"compute": math.nan}, f"{hardware.name} has no block-scaled matrix units"
+    return floors, ""
 
 
 def _finite(values: Any) -> list[float | None]:
@@ -240,13 +254,16 @@ def _table(names: list[str], errors: pd.DataFrame, times: Times) -> list[Row]:
         error = {f"{m}SqnrDB": float(wide.loc[name, m]) for m in METRICS}
         base = {"format": spec.label, "bitsPerValue": spec.bits_per_value, **error,
                 "floorMS": t["floor"], "floorBinds": t["binds"]}  # fmt: skip
-        if not t["systems"]:
+        if not t["systems"] and not t["refused"]:
             rows.append(base)
+        for system, row in t["refused"].items():
+            told = {"system": system_name(system), "origin": PREDICTED, "runs": row["runs"]}
+            rows.append(base | told)
         for system, row in t["systems"].items():
             rows.append(base | {
                 "system": system_name(system), "origin": PREDICTED,
                 "iterationMS": row["iterationMS"], "iterationLowMS": row["iterationLowMS"],
-                "iterationHighMS": row["iterationHighMS"],
+                "iterationHighMS": row["iterationHighMS"], "runs": row["runs"],
             })  # fmt: skip
     return rows
 
@@ -257,9 +274,15 @@ def _sentence(state: PrecisionState, names: list[str], by_format: dict[str, dict
     for name in names:
         system, row = _fastest(times[name]["systems"])
         error = by_format[name][state.metric]
-        time = f"{milliseconds(row['iterationMS'])} ({system_name(system)})" if system else (
-            f"no less than {milliseconds(times[name]['floor'])}"
-            if math.isfinite(times[name]["floor"]) else "no time known")  # fmt: skip
+        refused = sorted({refusal(r) for r in times[name]["refused"].values()})
+        if system:
+            time = f"{milliseconds(row['iterationMS'])} ({system_name(system)})"
+        elif refused:
+            time = f"no time, cannot run ({', '.join(refused)})"
+        elif math.isfinite(times[name]["floor"]):
+            time = f"no less than {milliseconds(times[name]['floor'])}"
+        else:
+            time = "no time known"
         level = "nothing lost" if math.isinf(error) else f"<b>{error:.1f} dB</b>"
         told.append(f"{FORMATS[name].label}: {level}, {time}")
     what = METRIC_NAMES[state.metric]

@@ -2,8 +2,9 @@
 the user's own records. Every number keeps its origin.
 """
 
+import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -244,6 +245,44 @@ class Sources:
         names = PREDICTED_FIELDS
         return [dict(zip(names, row, strict=True)) for row in zip(
             *(predicted[name].tolist() for name in names), strict=True)]  # fmt: skip
+
+
+def runs(row: Row) -> bool:
+    """Whether a predicted case can run, so that it has a time."""
+    return bool(row["runs"] == "yes")
+
+
+def refusal(row: Row) -> str:
+    """The first word of why a case does not run: domain, precision, scratch, memory, ..."""
+    return str(row["runs"]).split(":")[0]
+
+
+def extrapolated(row: Row) -> str:
+    """What of a predicted case lies outside the records; "" for nothing, or where it has no
+    time."""
+    return f"extrapolated: {row['extrapolation']}" if row["extrapolation"] and runs(row) else ""
+
+
+def no_time(system: System, row: Row) -> str:
+    """The sentence of a case that does not run."""
+    told = html.escape(_reason(system, row))
+    return f"<b>No time: {system_name(system)} cannot run</b>: {told}."
+
+
+def _reason(system: System, row: Row) -> str:
+    """Why a system does not run, without its name, which stands before."""
+    backend, pipeline, precision = system
+    return str(row["runs"]).removesuffix(f" ({backend} {precision} {pipeline})")
+
+
+def refused_note(rows: Mapping[System, Row]) -> str:
+    """Which systems do not run, and why; "" if all do."""
+    by_reason: dict[str, list[str]] = {}
+    for system, row in rows.items():
+        if not runs(row):
+            by_reason.setdefault(_reason(system, row), []).append(system_name(system))
+    told = (f"{', '.join(names)} cannot run: {why}" for why, names in by_reason.items())
+    return "; ".join(told)
 
 
 def plan_rows(cases: Sequence[Case]) -> list[Row]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from workbench.case import Case, case_table
 from workbench.errors import InputError
-from workbench.explore.imbalance_view import FLOOR_FIELDS, GIB, origin_points
+from workbench.explore.imbalance_view import GIB, origin_points, refused_systems
 from workbench.explore.sources import (
     Row,
     Sources,
@@ -23,7 +23,11 @@ from workbench.explore.sources import (
     View,
     WorkloadState,
     category_of,
+    extrapolated,
     milliseconds,
+    no_time,
+    refused_note,
+    runs,
     system_of,
 )
 from workbench.hardware import PEAK_FIELD, Hardware
@@ -48,7 +52,7 @@ SYSTEMS = Panel(title="dist_moe against mok", x="system [-]", y="iteration time 
 PANELS = (ROOF, RATE, TILES, WEIGHTS, FLOORS, SYSTEMS)
 NARROW, STEP, COUNT = 256, 256, 33
 """The curves over F are computed at `COUNT` multiples of a step, from `NARROW` on."""
-FLOOR_COLOURS = {"compute": INK, "HBM": "#0072B2", "link": "#D55E00"}
+FLOOR_COLOURS = {"compute": INK, "HBM": "#0072B2", "link": "#D55E00", "fixed": "#999999"}
 
 
 class WidthState(WorkloadState):
@@ -143,7 +147,8 @@ def width_view(state: WidthState, sources: Sources) -> View:
     }
     found = [r for r in sources.matching(state, F=..., layers=1) if r["factors"] == (1.0,)]
     here = [r for r in found if r["F"] == state.F]
-    moved = changes(F, [str(row["busiestBinds"]) for row in swept[state.system]])
+    possible = [runs(row) for row in swept[state.system]]
+    moved = changes(F[possible], [str(r["busiestBinds"]) for r in swept[state.system] if runs(r)])
     parts = quantisation(state, F, hardware.sm_count)
     traces = [
         *_roof(state, hardware, now[systems.index(state.system)], current[state.system], found),
@@ -158,7 +163,6 @@ def width_view(state: WidthState, sources: Sources) -> View:
     panels = [replace(p, category=categories) if p is SYSTEMS else p for p in PANELS]
     title = f"Width: {system_name(state.system)}, {state.mode}, EP {state.ep}"
     row = current[state.system]
-    why = str(row["extrapolation"])
     return View(
         rows=_table(state, current, found),
         spec=fx.explorer_figure(title, panels, traces),
@@ -166,7 +170,11 @@ def width_view(state: WidthState, sources: Sources) -> View:
         notes=tuple(
             filter(
                 None,
-                (f"extrapolated: {why}" if why else "", sources.own_note(found, state.hardware)),
+                (
+                    extrapolated(row),
+                    refused_note({s: r for s, r in current.items() if s != state.system}),
+                    sources.own_note(found, state.hardware),
+                ),
             )
         ),
     )
@@ -211,8 +219,9 @@ def _systems(current: dict[System, Row], here: list[Row]) -> list[fx.Trace]:
     bars = fx.bar(SYSTEMS, PREDICTED, x, y, [STYLES[s].colour for s in current],
                   low=[row["iterationLowMS"] for row in current.values()],
                   high=[row["iterationHighMS"] for row in current.values()],
-                  text=[f"{value:.3g}" for value in y])  # fmt: skip
-    return [bars | {"showlegend": False}, *origin_points(SYSTEMS, "iterationMS", here)]
+                  text=[f"{value:.3g}" if value == value else "" for value in y])  # fmt: skip
+    return [bars | {"showlegend": False}, refused_systems(SYSTEMS, current),
+            *origin_points(SYSTEMS, "iterationMS", here)]  # fmt: skip
 
 
 def _rate(state: WidthState, F: Any, curves: list[System], swept: dict[System, list[Row]],
@@ -235,6 +244,8 @@ def _rate(state: WidthState, F: Any, curves: list[System], swept: dict[System, l
                                [r["usefulTFPerGPU"] for r in own], STYLES[system].colour,
                                origin, [r["id"] for r in own])  # fmt: skip
             traces.append(fx.with_spread(points, own, "usefulTFPerGPU"))
+    nowhere = not any(runs(row) for rows in swept.values() for row in rows)
+    traces.append(fx.said_in(RATE, "no system runs at any width shown" if nowhere else ""))
     traces.append(fx.points(RATE, "this case", [state.F], [current[state.system]["usefulTFPerGPU"]],
                             INK, symbol="x-thin-open", size=11))  # fmt: skip
     return traces
@@ -269,13 +280,21 @@ def _weights(state: WidthState, F: Any, hardware: Hardware) -> list[fx.Trace]:
 
 def _floors(state: WidthState, F: Any, rows: list[Row], row: Row,
             moved: list[tuple[float, str, str]]) -> list[fx.Trace]:  # fmt: skip
+    possible = np.array([runs(r) for r in rows])
     traces = [
-        fx.rule(FLOORS, f"{name} floor", F, [r[field] for r in rows], "solid", FLOOR_COLOURS[name])
-        for name, field in FLOOR_FIELDS.items()
+        fx.rule(
+            FLOORS,
+            f"{name} floor",
+            F[possible],
+            np.array([r[field] for r in rows if runs(r)], np.float64),
+            "solid",
+            FLOOR_COLOURS[name],
+        )
+        for name, field in FLOOR_COLUMNS.items()
     ]
     traces.append(fx.line(FLOORS, system_name(state.system), F, [r["iterationMS"] for r in rows],
                           STYLES[state.system], 2.2))  # fmt: skip
-    top = max(r["iterationMS"] for r in rows)
+    top = max((r["iterationMS"] for r in rows if runs(r)), default=0.0)
     x = [value for f, _, _ in moved for value in (f, f, None)]
     y = [value for _ in moved for value in (0.0, top, None)]
     traces.append(fx.rule(FLOORS, "binding floor changes", x, y, "dash", "#777777"))
@@ -292,7 +311,7 @@ def _table(state: WidthState, current: dict[System, Row], found: list[Row]) -> l
             "system": system_name(system), "origin": PREDICTED, "F": state.F, "id": row["id"],
             "iterationMS": row["iterationMS"], "iterationLowMS": row["iterationLowMS"],
             "iterationHighMS": row["iterationHighMS"], "usefulTFPerGPU": row["usefulTFPerGPU"],
-            "busiestBinds": str(row["busiestBinds"]),
+            "busiestBinds": str(row["busiestBinds"]) if runs(row) else "", "runs": row["runs"],
             "weightsGiB": float(weight_gib(state, state.F, system[2])),
             "extrapolation": str(row["extrapolation"]),
         })  # fmt: skip
@@ -307,8 +326,8 @@ def _table(state: WidthState, current: dict[System, Row], found: list[Row]) -> l
 
 def _sentence(state: WidthState, hardware: Hardware, row: Row,
               moved: list[tuple[float, str, str]]) -> str:  # fmt: skip
-    if row["runs"] != "yes":
-        return f"<b>It does not run</b>: {row['runs']}."
+    if not runs(row):
+        return no_time(state.system, row)
     binds = str(row["busiestBinds"])
     peak = hardware.peak_tflops(state.precision)
     parts = quantisation(state, [state.F], hardware.sm_count)

@@ -137,14 +137,16 @@ def _layout(title: str, panels: tuple[Panel, ...], names: tuple[str, ...], barmo
 
 
 def line(panel: Panel, name: str, x: Any, y: Any, style: Style, width: float = 1.5) -> Trace:
-    """A curve of one series."""
-    return _scatter(panel, name, x, y, mode="lines",
+    """A curve of one series; it ends where `y` is NaN."""
+    return _scatter(panel, name, x, np.asarray(y, np.float64), mode="lines",
                     line={"color": style.colour, "dash": style.dash, "width": width})  # fmt: skip
 
 
 def band(panel: Panel, name: str, x: Any, low: Any, high: Any, colour: str) -> Trace:
-    """The area between two curves over the same `x`."""
+    """The area between two curves over the same `x`, as far as both are known."""
     x, low, high = (np.asarray(values, np.float64) for values in (x, low, high))
+    known = np.isfinite(low) & np.isfinite(high)
+    x, low, high = x[known], low[known], high[known]
     return _scatter(
         panel, name, np.concatenate([x, x[::-1]]), np.concatenate([low, high[::-1]]), mode="lines",
         fill="toself", fillcolor=translucent(colour, 0.18), hoverinfo="skip",
@@ -154,7 +156,10 @@ def band(panel: Panel, name: str, x: Any, low: Any, high: Any, colour: str) -> T
 
 def points(panel: Panel, name: str, x: Any, y: Any, colour: str, origin: str = "",
            ids: Sequence[str] = (), symbol: str = "circle", size: int = 8) -> Trace:  # fmt: skip
-    """Markers; those of an `origin` have its symbol and a dark edge."""
+    """Markers, where `y` is known; those of an `origin` have its symbol and a dark edge."""
+    known = [n for n, value in enumerate(y) if value is not None and value == value]
+    if len(known) < len(y):
+        x, y, ids = [x[n] for n in known], [y[n] for n in known], [ids[n] for n in known if ids]
     symbol, size = _ORIGIN_MARK.get(origin, (symbol, size))
     edge = {"width": 1, "color": INK if origin else colour}
     hover = "%{customdata}<br>" if len(ids) else ""
@@ -192,7 +197,10 @@ def spread_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def bar(panel: Panel, name: str, x: Any, y: Any, colours: str | Sequence[str], pattern: str = "",
         low: Any = None, high: Any = None, text: Sequence[str] = ()) -> Trace:  # fmt: skip
-    """Bars, with the interval from `low` to `high` on top where it is given."""
+    """Bars, with the interval from `low` to `high` on top where it is given; none where `y` is
+    NaN."""
+    if any(value != value for value in y):
+        y = np.asarray(y, np.float64)  # in a list the browser would get NaN as a text
     trace = {
         "type": "bar", "meta": panel.title, "name": name, "x": x, "y": y,
         "marker": {"color": colours, "line": {"color": INK, "width": 0.5},
@@ -227,6 +235,13 @@ def translucent(colour: str, opacity: float) -> str:
     """`#rrggbb` as an rgba() text."""
     red, green, blue = (int(colour[n : n + 2], 16) for n in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity:g})"
+
+
+def refused(panel: Panel, x: Sequence[str], words: Sequence[str]) -> Trace:
+    """Words that stand where bars would, at the foot of a panel: why there is none."""
+    return _scatter(panel, "does not run", list(x), [0.0] * len(x), mode="text", text=list(words),
+                    textposition="top center", showlegend=False, hoverinfo="skip",
+                    textfont={"size": SMALL, "color": "#D55E00"}, cliponaxis=False)  # fmt: skip
 
 
 def said_in(panel: Panel, message: str) -> Trace:
