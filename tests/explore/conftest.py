@@ -154,6 +154,12 @@ class Notebook:
     def choose(self, label: str, option: str) -> None:
         self.control(label).locator("select").select_option(label=option)
 
+    def type(self, label: str, text: str) -> None:
+        """Type a text into a field and leave it."""
+        field = self.control(label).locator("input")
+        field.fill(text)
+        field.press("Enter")
+
     def press(self, label: str, key: str, times: int) -> None:
         """Move a slider's handle by keys."""
         handle = self.control(label).locator(".noUi-handle")

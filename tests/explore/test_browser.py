@@ -22,7 +22,7 @@ THIS, TIME = "this load", "Predicted time over imbalance"
 
 def words(explorer: ImbalanceExplorer | WidthExplorer | PrecisionExplorer) -> str:
     """The first of what an explorer says, as the browser shows it."""
-    return re.split(r"[;(]", explorer.sentence())[0].strip()
+    return re.split(r"[;(\n]", explorer.sentence())[0].strip()
 
 
 @pytest.mark.parametrize("notebook", ["03_imbalance.ipynb"], indirect=True)
@@ -61,6 +61,16 @@ def test_imbalance(notebook: Notebook, tmp_path: Path) -> None:
     assert notebook.layout("xaxis3.range") == zoomed
     notebook.shot("imbalance", 1300)
 
+    notebook.type("E", "255")
+    notebook.wait_text("EP is 51 in place of 32")
+    notebook.type("E", "256")
+    notebook.control("EP").locator("option:checked", has_text="32").wait_for(state="attached")
+    notebook.type("E", "1e5")
+    notebook.wait_text("Not possible: E=100000 must lie between 1 and 4096")
+    assert notebook.control("E").locator("input").input_value() == "1e5"
+    notebook.shot("imbalance-refused", 1300)
+    notebook.type("E", "384")
+
     counts = np.random.default_rng(0).gamma(0.5, 1000, (12, 384)).astype(int)
     path = tmp_path / "counts.csv"
     np.savetxt(path, counts, fmt="%d", delimiter=",")
@@ -73,6 +83,7 @@ def test_imbalance(notebook: Notebook, tmp_path: Path) -> None:
     notebook.wait_trace(THIS, TIME, "x", pytest.approx([largest], rel=1e-3))
     assert load_trace(path).layers == 12
 
+    notebook.shot("imbalance-traced", 1300)
     counts[3, 5] = -1
     np.savetxt(path, counts, fmt="%d", delimiter=",")
     notebook.upload(path)
@@ -86,18 +97,27 @@ def test_imbalance(notebook: Notebook, tmp_path: Path) -> None:
 def test_width(notebook: Notebook) -> None:
     notebook.run_all()
     notebook.wait_text(words(WidthExplorer()))
-    field = notebook.control("F").locator("input")
-    field.fill("1536")
-    field.press("Enter")
+    for name, typed, rule in (
+        ("F", "1e7", "F=10000000 must lie between 32 and 16384"),
+        ("D", "7", "D=7 must lie between 64 and 16384"),
+        ("K", "300", "K=300 must lie between 1 and 64"),
+    ):
+        before = notebook.control(name).locator("input").input_value()
+        notebook.type(name, typed)
+        notebook.wait_text(f"Not possible: {rule}")
+        notebook.type(name, before)
+        notebook.page.get_by_text("Not possible:").wait_for(state="detached")
+    notebook.type("F", "1536")
     narrow = WidthExplorer(WidthParameters(F=1536))
     notebook.wait_text(words(narrow))
     notebook.wait_trace("this case", "Useful rate over F", "x", [1536])
     notebook.choose("hardware", "H200")
     other = WidthExplorer(WidthParameters(F=1536, hardware="H200"))
     notebook.wait_text(words(other))
-    rate = other.table()["usefulTFPerGPU"][2]
-    notebook.wait_trace("this case", "Useful rate over F", "y", pytest.approx([rate]))
-    notebook.wait_text("extrapolated: device without calibration")
+    notebook.wait_trace("does not run", "dist_moe against mok", "text", [
+        why.split(":")[0] for why in other.table()["runs"].dropna()])  # fmt: skip
+    assert notebook.trace("this case", "Useful rate over F", "y") == []
+    notebook.shot("width-H200", 1300)
     notebook.choose("hardware", "GB300")
     notebook.wait_text(words(narrow))
     notebook.shot("width", 1300)

@@ -347,7 +347,7 @@ def _time(
             traces.append(fx.with_spread(points, rows, "iterationMS"))
     here = current[state.system]
     nowhere = not any(runs(row) for row in swept)
-    traces.append(fx.said_in(TIME, "no system runs at any load shown" if nowhere else ""))
+    traces.append(fx.said_in(TIME, "no system runs at any load" if nowhere else "", peaks.mean()))
     traces.append(fx.points(TIME, "this load", [max(loads.factors)], [here["iterationMS"]],
                             INK, symbol="x-thin-open", size=11))  # fmt: skip
     x = [] if loads.placed is None else [max(loads.largest(loads.placed))]

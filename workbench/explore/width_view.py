@@ -191,6 +191,8 @@ def _roof(state: WidthState, hardware: Hardware, case: Case, row: Row,
     x = np.unique([min(reach) / 2, ridge, max(reach) * 2])
     roof = attainable_tflops(x, peak_tflops=peak, hardware=hardware)
     name = "FP8 roof (for MXFP8)" if PEAK_FIELD[state.precision] == "fp8_tflops" else "BF16 roof"
+    if state.precision != "bf16" and not hardware.block_scaled:
+        x = roof = np.zeros(0)  # its units would never reach this peak
     traces = [fx.rule(ROOF, name, x, roof, "solid", width=1.5)]
     for origin in OBSERVED:
         part = np.array([r["source"] == origin for r in mine], bool)
@@ -245,7 +247,7 @@ def _rate(state: WidthState, F: Any, curves: list[System], swept: dict[System, l
                                origin, [r["id"] for r in own])  # fmt: skip
             traces.append(fx.with_spread(points, own, "usefulTFPerGPU"))
     nowhere = not any(runs(row) for rows in swept.values() for row in rows)
-    traces.append(fx.said_in(RATE, "no system runs at any width shown" if nowhere else ""))
+    traces.append(fx.said_in(RATE, "no system runs at any width" if nowhere else "", F.mean()))
     traces.append(fx.points(RATE, "this case", [state.F], [current[state.system]["usefulTFPerGPU"]],
                             INK, symbol="x-thin-open", size=11))  # fmt: skip
     return traces
@@ -294,6 +296,8 @@ def _floors(state: WidthState, F: Any, rows: list[Row], row: Row,
     ]
     traces.append(fx.line(FLOORS, system_name(state.system), F, [r["iterationMS"] for r in rows],
                           STYLES[state.system], 2.2))  # fmt: skip
+    told = "" if possible.any() else f"{system_name(state.system)} cannot run"
+    traces.append(fx.said_in(FLOORS, told, F.mean()))
     top = max((r["iterationMS"] for r in rows if runs(r)), default=0.0)
     x = [value for f, _, _ in moved for value in (f, f, None)]
     y = [value for _ in moved for value in (0.0, top, None)]
