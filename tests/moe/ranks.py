@@ -22,6 +22,7 @@ from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
 from workbench.moe.group import CollectiveGroup, SharedGroup
+from workbench.moe.layer import MoELayer
 from workbench.routing import route
 
 SMALL = MoEConfig(T=16, D=32, F=16, E=8, K=2, ep=1, scratch_factor=8)
@@ -89,6 +90,37 @@ def bad_inputs() -> Any:
                 again = largest_error(whole, run(work, context), group.rank)
                 found[f"{pipeline} after {name}"] = again
     return found
+
+
+def no_tokens() -> Any:
+    """What are no tokens on the last rank alone, given to a layer: what every rank raises."""
+    group = SharedGroup(timeout_s=20)
+    found: dict[str, Any] = {}
+    with create_context(replace(SMALL, ep=group.size), group) as context:
+        layer = MoELayer(context)
+        x = torch.randn(SMALL.T, SMALL.D).bfloat16()
+        for name, wrong in NO_TOKENS.items():
+            last = group.rank == group.size - 1
+            ids, scores = layer.route(x) if name == "scores" and last else (None, None)
+            began = time.monotonic()
+            try:
+                layer(wrong if last else x, ids, None if scores is None else scores[0, 0])
+                found[name] = "nothing"
+            except ValueError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+            found["seconds"] = max(found.get("seconds", 0), time.monotonic() - began)
+            found[f"after {name}"] = bool(layer(x).detach().isfinite().all())
+    return found
+
+
+NO_TOKENS = {
+    "no dimension": torch.tensor(1.0),
+    "empty": torch.zeros(0),
+    "no rows": torch.zeros(0, SMALL.D),
+    "no tensor": None,
+    "elsewhere": torch.zeros(SMALL.T, SMALL.D, dtype=torch.bfloat16, device="meta"),
+    "scores": torch.zeros(SMALL.T, SMALL.D, dtype=torch.bfloat16),
+}
 
 
 def bad_inputs_unseen() -> Any:
@@ -323,7 +355,7 @@ def sound() -> Any:
     return {
         "bad": bad_inputs(), "overflow": overflow(), "mismatch standard": mismatch("standard"),
         "mismatch alltoall": mismatch("alltoall"), "closes": closes(), "disagrees": disagrees(),
-        "no memory": no_memory(), "unseen": bad_inputs_unseen(),
+        "no memory": no_memory(), "unseen": bad_inputs_unseen(), "no tokens": no_tokens(),
     }  # fmt: skip
 
 

@@ -80,8 +80,9 @@ def test_layers_without_shared_expert_take_given_routes():
         zero = layer(x, ids, torch.zeros(42, 3))
         assert not zero.any()
         assert layer(x, ids, torch.ones(42, 3)).any()
-        with pytest.raises(ValueError, match="must be given together"):
-            layer(x, ids)
+        for given, missing in (((ids,), "topk_scores_TK"), ((None, x[:, :3]), "topk_ids_TK")):
+            with pytest.raises(MoEInputError, match=f"rank 0: {missing}=NoneType must be a tensor"):
+                layer(x, *given)
     with pytest.raises(ValueError, match="shared_experts=-1 must not be negative"):
         MoELayer(context, shared_experts=-1)
 

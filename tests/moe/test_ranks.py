@@ -127,6 +127,24 @@ def test_a_bad_input_of_one_rank_is_raised_by_all_and_forgotten(sound, name, pip
         assert all(rank[f"{pipeline} NaN {name}"] for rank in bad)
 
 
+NO_TOKENS = {
+    "no dimension": "x_TD shape=[] must be [16, 32]",
+    "empty": "x_TD shape=[1, 0] must be [16, 32]",
+    "no rows": "x_TD shape=[0, 32] must be [16, 32]",
+    "no tensor": "x_TD=NoneType must be a tensor",
+    "elsewhere": "x_TD device=meta must be cpu, as the context's arena",
+    "scores": "topk_scores_TK shape=[] must be [16, 2]",
+}
+
+
+@pytest.mark.parametrize("name", NO_TOKENS)
+def test_what_are_no_tokens_on_one_rank_is_raised_by_all(sound, name):
+    for rank in (rank["no tokens"] for rank in sound):
+        assert rank[name] == f"MoEInputError: rank 1: {NO_TOKENS[name]}"
+        assert rank[f"after {name}"]
+        assert rank["seconds"] < 10
+
+
 def test_scratch_overflow_on_one_rank(sound):
     wanted = (
         "CapacityError: rank 0: rows needed=64 must be at most rows available=32"

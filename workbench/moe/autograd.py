@@ -4,13 +4,15 @@ Legend: T tokens per rank, D hidden, F expert width, K experts per token, E expe
 process, V ranks that the process hosts (1, or all of a virtual group).
 """
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch._subclasses.fake_tensor import FakeTensor
 
+from workbench.errors import InputError
 from workbench.moe.context import BACKWARD, FORWARD, Context, make_step
 from workbench.moe.step import Step
 
@@ -18,6 +20,29 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _SCORES = (torch.float32, torch.bfloat16)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _opaque(function: Callable[P, R]) -> Callable[P, R]:
+    """Runs outside what torch.compile traces, at a graph break."""
+
+    # Not `torch.compiler.disable` at once: that imports the compiler, which few calls need.
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        torch._dynamo.graph_break(
+            "routed_experts meets its peers, so the compiler must not see it: fullgraph=True and"
+            " torch.export cannot hold it"
+        )
+        outside: Callable[P, R] = torch.compiler.disable(function)
+        return outside(*args, **kwargs)
+
+    return call
+
+
+@_opaque
 def routed_experts(
     x_TD: Tensor,
     topk_ids_TK: Tensor,
@@ -39,9 +64,20 @@ def routed_experts(
     once. Raises MoEInputError (a bad input on any rank), CapacityError (more rows than the scratch
     frame holds), each on every rank and with the context still usable, where the config's
     `validate` looks; else results are NaN and `check()` raises; PeerError (a peer died or
-    was late), after which group and context are closed; ClosedError.
+    was late), after which group and context are closed; ClosedError. torch.func's transforms,
+    forward-mode and second derivatives are an InputError.
+
+    Under torch.compile it is a graph break: what it does to its arena and with its peers is no
+    function of tensors, so a compiler that saw it as an op could move it, drop it or run it twice
+    on one rank alone. It runs as in eager mode, to the bit, and so does its backward;
+    fullgraph=True is refused by the compiler.
+
+    The rows are held with the tensors that autograd saves. torch.utils.checkpoint with
+    use_reentrant=False lets those go, so that only the forwards of the region that is computed
+    again count for `layers`.
     """
     context.memory(context.group.hosted[0])
+    _untransformed(x_TD)
     given = (x_TD, topk_scores_TK, w13_E2FD, w2_EDF)
     saves = (
         context.config.training
@@ -52,15 +88,46 @@ def routed_experts(
     return y_TD
 
 
+def _untransformed(tensor: Tensor) -> None:
+    if isinstance(tensor, FakeTensor):
+        raise InputError("routed_experts must run on values: torch.export cannot hold it")
+    batched = isinstance(tensor, Tensor) and torch._C._functorch.is_legacy_batchedtensor(tensor)
+    if batched or torch._C._are_functorch_transforms_active():
+        raise InputError(
+            "torch.func must not transform routed_experts (grad, vmap, jvp, is_grads_batched):"
+            " use backward() or torch.autograd.grad"
+        )
+
+
 class _Held:
-    """Holds a layer entry for as long as the graph that needs it."""
+    """Holds a layer entry for the graph, or a ticket of it, that needs it."""
 
     def __init__(self, context: Context, entry: int) -> None:
-        self.context, self.entry, self.spent = context, entry, False
+        self.context, self.entry, self.loan = context, entry, context.loan(entry)
 
     def __del__(self) -> None:
-        if not self.spent:
-            self.context.drop_entry(self.entry)
+        self.context.drop_entry(self.entry, self.loan)
+
+
+class _Ticket(bytearray):
+    """Memory of the tensor that is saved for backward, which names the entry and its loan.
+
+    Whoever keeps the saved tensors keeps the rows. Where the graph lives on without them they were
+    swapped by a hook: for checkpoint, which computes them again, the rows are of no more use.
+    """
+
+    held: _Held
+
+    def __del__(self) -> None:
+        self.held.context.part_entry(self.held.entry, self.held.loan)
+
+    @classmethod
+    def tensor(cls, held: _Held) -> Tensor:
+        ticket = cls(16)
+        ticket.held = held
+        words = torch.frombuffer(ticket, dtype=torch.int64)
+        words[0], words[1] = held.entry, held.loan
+        return words
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -82,10 +149,9 @@ class _RoutedExperts(torch.autograd.Function):
         problem = _problem(context, x_TD, ids_TK, scores_TK, w13_E2FD, w2_EDF)
         entry = context.take_entry(saves)
         if entry is None:
-            problem = (
+            problem = problem or (
                 f"layers={config.layers} must be at least the forwards that await a backward,"
-                f" {config.layers + 1} (one more with checkpoint's use_reentrant=False); drop their"
-                " graphs, run backward, or use no_grad"
+                f" {config.layers + 1}; drop their graphs, run backward, or use no_grad"
             )
             entry, saves = context.plan.entries - 1, False
         held = _Held(context, entry) if saves else None
@@ -108,7 +174,6 @@ class _RoutedExperts(torch.autograd.Function):
         except BaseException:
             # At once, as a traceback that is kept would keep the entry.
             if held is not None:
-                held.spent = True
                 context.free_entry(entry)
             raise
         ctx.context, ctx.held, ctx.problem = context, held, problem
@@ -116,11 +181,15 @@ class _RoutedExperts(torch.autograd.Function):
         if problem is None:
             ctx.scores_dtype = scores_TK.dtype
         if held is not None:
-            ctx.save_for_backward(w13_E2FD, w2_EDF)
+            ctx.save_for_backward(w13_E2FD, w2_EDF, _Ticket.tensor(held))
         return y_TD
 
     @staticmethod
-    @once_differentiable
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise InputError("forward-mode tangents must not reach routed_experts: use backward()")
+
+    @staticmethod
+    @_opaque
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         context: Context = ctx.context
         held: _Held | None = ctx.held
@@ -128,14 +197,22 @@ class _RoutedExperts(torch.autograd.Function):
         if held is None:
             why = ctx.problem or f"mode={config.mode!r} must be 'training' for a backward"
             raise RuntimeError(why)
-        if held.spent:
-            raise RuntimeError(
-                "backward of routed_experts ran before: its rows are gone; call it once"
+        _untransformed(dy_TD)
+        if torch.is_grad_enabled():
+            # Refused now: a gradient of this one would be taken for zero where dy has none.
+            raise InputError(
+                "create_graph=True must not reach routed_experts, which has no second derivative"
             )
-        w13_E2FD, w2_EDF = ctx.saved_tensors
-        held.spent = True
+        w13_E2FD, w2_EDF, ticket = ctx.saved_tensors
+        entry, loan = ticket.tolist()
+        if context.loan(entry) != loan:
+            raise RuntimeError(
+                "the rows of this forward of routed_experts are gone: its backward ran before (call"
+                " it once), or a hook swapped its saved tensors and a later forward took the entry"
+                f" (layers={config.layers} must count it)"
+            )
         given = ctx.given
-        steps = _steps(context, held.entry, True, given is None, w13_E2FD, w2_EDF)
+        steps = _steps(context, entry, True, given is None, w13_E2FD, w2_EDF)
         T, E = config.T, config.local_experts
         with context.expected():
             dy_TD = dy_TD.contiguous()  # autograd gives any strides: a sum's gradient has none
@@ -155,7 +232,7 @@ class _RoutedExperts(torch.autograd.Function):
         try:
             context.run(BACKWARD, steps, None)
         finally:
-            context.free_entry(held.entry)
+            context.free_entry(entry)
         if given is not None:
             # The call met its peers and did nothing; `check` says why.
             nan = (torch.full_like(tensor, torch.nan) if want else None
@@ -203,6 +280,9 @@ def _problem(
     for name, value, shape, dtypes in rules:
         if not isinstance(value, Tensor):
             return f"{name}={type(value).__name__} must be a tensor"
+        if value.layout is not torch.strided or value.is_nested:
+            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            return f"{name} layout={layout} must be strided"
         if tuple(value.shape) != shape:
             return f"{name} shape={list(value.shape)} must be {list(shape)}"
         if value.dtype not in dtypes:

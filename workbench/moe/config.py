@@ -19,7 +19,8 @@ class MoEConfig:
     """Shape, policy and limits of a group's MoE layers. Raises InputError.
 
     T tokens per rank (the same on every rank), D hidden width, F expert width, E experts in all,
-    K experts per token, ep ranks, `layers` that share the slot. `slot_factor` times the full save
+    K experts per token, ep ranks, `layers`: forwards that can await their backward at once, and
+    share the slot (under checkpoint those of one region). `slot_factor` times the full save
     at balanced load is held for activations, the rest is recomputed in backward; `scratch_factor`
     times the balanced T*K rows is the most that a rank can receive (`alltoall` always holds every
     layer at that many rows, as it has no recomputation). `validate` says when a call ends with a

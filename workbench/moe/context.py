@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -53,14 +53,22 @@ class Context:
         """Lends the weights' gradients."""
         self.timer: Callable[[str, float], None] | None = None
         self._closed: str | None = None
-        self._held: set[int] = set()
-        self._dropped: list[int] = []
+        self._held: dict[int, int] = {}
+        self._loans = 0
+        self._dropped: dict[int, int] = {}
+        self._parted: dict[int, int] = {}
         self._calls = 0
         self._validated: set[int] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: a copied layer meets the same peers in the same memory."""
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputError(
+            "a context and a layer on it must not be pickled: the arena is this process's own;"
+            " save layer.state_dict() and load it into a layer of another context"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -145,26 +153,43 @@ class Context:
 
     def take_entry(self, saves: bool) -> int | None:
         """A free layer entry for a forward; None if every one awaits its backward."""
-        while self._dropped:
-            self.free_entry(self._dropped.pop())
+        self._take_back(self._dropped)
         if not saves:
             return self.plan.entries - 1
+        if len(self._held) == self.config.layers:
+            self._take_back(self._parted)
         free = [i for i in range(self.config.layers) if i not in self._held]
         if not free:
             return None
-        self._held.add(free[0])
+        self._loans += 1
+        self._held[free[0]] = self._loans
         return free[0]
 
+    def _take_back(self, loans: dict[int, int]) -> None:
+        while loans:
+            entry, loan = loans.popitem()
+            if self._held.get(entry) == loan:
+                self.free_entry(entry)
+
+    def loan(self, entry: int) -> int:
+        """The number of the forward that holds the entry, from 1; 0 if none does."""
+        return self._held.get(entry, 0)
+
     def free_entry(self, entry: int) -> None:
-        self._held.discard(entry)
+        self._held.pop(entry, None)
         if self._closed is None:
             for rank in self.group.hosted:
                 self.memory(rank).own("decisions")[entry, Decide.END] = 0
 
-    def drop_entry(self, entry: int) -> None:
-        """The graph that held the entry went away without a backward; freed at the next forward."""
-        if self._closed is None and entry in self._held:
-            self._dropped.append(entry)
+    def drop_entry(self, entry: int, loan: int) -> None:
+        """What held the entry went away without a backward; freed at the next forward."""
+        if self.loan(entry) == loan:
+            self._dropped[entry] = loan
+
+    def part_entry(self, entry: int, loan: int) -> None:
+        """The graph that holds the entry lost its saved tensors; freed when none else is free."""
+        if self.loan(entry) == loan:
+            self._parted[entry] = loan
 
     @contextmanager
     def expected(self) -> Iterator[None]:

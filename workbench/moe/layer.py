@@ -3,6 +3,8 @@
 Legend: T tokens per rank, D hidden, F expert width, E experts in all, K experts per token.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
@@ -45,9 +47,15 @@ class MoELayer(nn.Module):
     to sum to 1. Its weight and the shared expert are the same on every rank (replicated: reduce
     their gradients over ranks as for any data-parallel weight); w13 and w2 are the rank's own
     experts, or all of them in the process of a virtual group. Layers of one context share its
-    slot. Ids and scores can be given instead of routing. Collective like `routed_experts`, and
-    raises what it raises. Parameters are drawn from `seed` and do not depend on ep. A deep copy has
-    parameters of its own and the same context.
+    slot. Ids and scores [..., K] can be given instead of routing. Collective like `routed_experts`,
+    and raises what it raises. Parameters are drawn from `seed` and do not depend on ep. A deep copy
+    has parameters of its own and the same context; pickle and torch.save refuse a layer, not its
+    `state_dict`.
+
+    Tokens have any strides. Under autocast those of another float dtype are cast to the layer's
+    (and their gradient back), in which all is computed; without it they are refused. Under
+    torch.compile the routed part is a graph break (see `routed_experts`) and runs as in eager mode,
+    to the bit; router and shared expert are compiled, and rounded as the backend does.
     """
 
     def __init__(
@@ -97,19 +105,39 @@ class MoELayer(nn.Module):
     def forward(
         self, x: Tensor, topk_ids_TK: Tensor | None = None, topk_scores_TK: Tensor | None = None
     ) -> Tensor:
-        x_TD = x.reshape(-1, x.shape[-1])
-        if (topk_ids_TK is None) != (topk_scores_TK is None):
-            raise InputError("topk_ids_TK and topk_scores_TK must be given together")
-        if topk_ids_TK is None or topk_scores_TK is None:
-            # Tokens that cannot be routed go on as they are, to be refused on every rank.
-            fits = x_TD.shape[1] == self.context.config.D
-            topk_ids_TK, topk_scores_TK = self.route(x_TD) if fits else (x_TD, x_TD)
-        y_TD = routed_experts(
-            x_TD, topk_ids_TK, topk_scores_TK, self.w13_E2FD, self.w2_EDF, self.context
-        )
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        return y_TD.view(x.shape)
+        c, device = self.context.config, self.context.device
+        dtype, tokens = getattr(torch, c.dtype), len(self.context.group.hosted) * c.T
+        casts = torch.is_autocast_enabled(device.type)
+        with torch.autocast(device.type, enabled=False):
+            x_TD = _rows(x, dtype if casts else None)
+            # Other tokens go on as they are: the group refuses them, so that no rank waits.
+            fits = (_dense(x_TD) and x_TD.device == device and x_TD.dtype == dtype
+                    and tuple(x_TD.shape) == (tokens, c.D))  # fmt: skip
+            ids_TK = _rows(topk_ids_TK, None)
+            scores_TK = _rows(topk_scores_TK, torch.float32 if casts else None)
+            if ids_TK is None and scores_TK is None and fits:
+                ids_TK, scores_TK = self.route(x_TD)
+            y_TD = routed_experts(
+                x_TD, ids_TK, scores_TK, self.w13_E2FD, self.w2_EDF, self.context
+            )  # fmt: skip
+            if not fits:
+                return y_TD
+            if self.shared is not None:
+                y_TD = y_TD + self.shared(x_TD)
+            return y_TD.view(x.shape)
+
+
+def _dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+
+
+def _rows(value: Any, cast: torch.dtype | None) -> Any:
+    """[..., n] as contiguous rows, of another float dtype if `cast`; what has none as it is."""
+    if not _dense(value) or not value.dim():
+        return value
+    if cast is not None and value.is_floating_point():
+        value = value.to(cast)
+    return torch.atleast_2d(value).flatten(0, -2).contiguous()
 
 
 def _draw(weight: Tensor, seed: int, stream: int) -> None:
