@@ -25,7 +25,7 @@ GOOD = {"T": 8, "D": 16, "F": 8, "E": 8, "K": 2, "ep": 2}
     [
         ({"E": 9}, "E=9 must be divisible by ep=2"),
         ({"K": 9}, "K=9 must be at most E=8"),
-        ({"T": 0}, "T=0 must be an integer of at least 1"),
+        ({"T": 0}, "T=0 must be at least 1"),
         ({"D": 1.5}, "D=1.5 must be an integer of at least 1"),
         ({"mode": "serve"}, "mode='serve' must be one of training, inference"),
         ({"pipeline": "ring"}, "pipeline='ring' must be one of standard, alltoall"),
