@@ -64,6 +64,26 @@ def test_every_number_in_the_file_has_its_source_beside_it() -> None:
     assert "12600" in load_hardware("B300").notes["fp4_tflops"]
 
 
+def test_no_source_claims_a_measurement_of_our_own_without_a_record() -> None:
+    root = Path(__file__).parents[1]
+    claims = re.compile(r"\b(own|our|ours|we|here|this (project|machine|repo)|measure\w*)\b", re.I)
+    for name in known_devices():
+        gpu = load_hardware(name)
+        for field, source in gpu.sources.items():
+            named = re.findall(r"[\w/]+\.(?:py|json)\b", source)
+            assert named or not claims.search(source), (name, field, source)
+            assert all((root / path).is_file() for path in named)
+    h200 = load_hardware("H200").sources
+    for field in ("measured_bf16_tflops", "measured_copy_tb_s"):
+        assert h200[field] == "report of one H200 machine, 2026-10-28"
+
+
+def test_which_devices_scale_blocks() -> None:
+    scaled = {name for name in known_devices() if load_hardware(name).block_scaled}
+    assert scaled == {"GB300", "GB200", "B300", "B200", "MI355X"}
+    assert {load_hardware(n).block_scaled for n in known_devices()} == {True, False}
+
+
 def test_a_measured_ceiling_lies_below_its_peak() -> None:
     for name in known_devices():
         gpu = load_hardware(name)
@@ -105,6 +125,8 @@ def test_an_unknown_device_raises_and_lists_the_known() -> None:
         ("NVIDIA B200", "B200"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 SXM5 80GB", "H100"),
+        ("GB300", "GB300"),
         ("AMD Instinct MI355X", "MI355X"),
         ("AMD Instinct MI300X", "MI300X"),
     ],
@@ -122,11 +144,25 @@ def test_reported_names_match(reported: str, name: str) -> None:
         "NVIDIA H200 NVL",
         "NVIDIA GH200 480GB",
         "NVIDIA GB300-WS",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H100 96GB HBM3",
+        "NVIDIA H100 64GB HBM2",
+        "NVIDIA H100 SXM5 64GB",
+        "NVIDIA H100 CNX",
+        "NVIDIA H200 MIG 3g.71gb",
+        "NVIDIA B200 MIG 1g.23gb",
+        "NVIDIA B200-X",
+        "NVIDIA GB300 MIG 1g.34gb",
+        "AMD Instinct MI300X VF",
+        "AMD Instinct MI300X HF",
+        "NVIDIA RTX PRO H100 Laptop",
         "",
     ],
 )
 def test_a_device_with_other_peaks_is_not_matched(reported: str) -> None:
-    with pytest.raises(InputError, match=f"device={reported} must be one of GB300"):
+    with pytest.raises(
+        InputError, match=f"device={reported} must be one of GB300.*give a hardware_file that has"
+    ):
         match_device(reported)
 
 
@@ -138,6 +174,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert (gpu.sources["hbm_gb"], gpu.notes) == ("s", {"scale_up_gb_s": "n"})
     assert known_devices(path) == ("Lab1",)
     assert match_device("ACME Lab1 PCIe", path) == "Lab1"
+    with pytest.raises(InputError, match=r"device=ACME Lab1 MIG 1g\.2gb must be one of Lab1"):
+        match_device("ACME Lab1 MIG 1g.2gb", path)
     with pytest.raises(InputError, match=r"hardware=GB300 must be one of Lab1 \(.*own.toml\)"):
         load_hardware("GB300", path)
     with pytest.raises(InputError, match=r"precision=mxfp8 .* Lab1: bf16$"):

@@ -101,7 +101,7 @@ class _Flag(_Quantity):
 
 
 class _Device(BaseModel):
-    """The file's side of Hardware; `match` defaults to the device's own name as a word."""
+    """The file's side of Hardware; `match` defaults to the device's own name as a word, MIG slices apart."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -183,11 +183,15 @@ def match_device(reported: str, path: str | Path | None = None) -> str:
     """Name of the device that a driver reports as `reported`, e.g. `NVIDIA GB300` -> `GB300`.
 
     The longest name is tried first, so GB300 comes before B300. Raises InputError for a device
-    that the file does not have; a PCIe H100 is not the SXM one.
+    that the file does not have, with what to do: a PCIe H100, one of another memory size or a MIG
+    slice is not the SXM part.
     """
     place, devices = _read(path)
     for name in sorted(devices, key=len, reverse=True):
-        pattern = devices[name].match or re.compile(rf"\b{re.escape(name)}\b")
+        pattern = devices[name].match or re.compile(rf"\b{re.escape(name)}\b(?!.*\bMIG\b)")
         if re.search(pattern, str(reported)):
             return name
-    raise InputError(f"device={reported} must be one of {', '.join(devices)} ({place})")
+    raise InputError(
+        f"device={str(reported)[:100]} must be one of {', '.join(devices)} ({place}): for another "
+        "part, memory size or slice give a hardware_file that has its peaks and match its name"
+    )
