@@ -1,6 +1,7 @@
 """`workbench ...`. Each command imports what it needs, so that `workbench --help` starts fast."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -219,6 +220,10 @@ def predict_command(
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="The GPU [default: the calibrated one].")
     ] = "",
+    hardware_file: Annotated[
+        Path | None,
+        typer.Option("--hardware-file", metavar="FILE", help="Take the GPU's peaks from FILE."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list, every column.")] = False,
 ) -> None:  # fmt: skip
     """Predict iteration, forward and backward time and peak memory of cases.
@@ -227,20 +232,28 @@ def predict_command(
 
     * `workbench predict -p pipeline=mega,staged -p mode=training -p ep=32,64 -p F=2048`
 
-    Times are in ms with their 90 % interval, memory in GiB. A prediction that rests on nothing
-    measured near it says why, and has a wider interval.
+    Times are in ms with their 90 % interval, memory in GiB. `runs` says why a case cannot run on
+    the GPU, and then there is no time. A combination that is no case at all is a row with its
+    reason; the exit code is 0 as long as one combination is a case. A prediction that lies outside
+    the records names all that does, and has a wider interval.
     """
-    from workbench.hardware import load_hardware
     from workbench.model.calibration import DEFAULT, load_calibration
-    from workbench.model.query import SHOWN, cases_of, records
+    from workbench.model.query import fitting, points_of, predict_points, query_device, records
 
-    cases = cases_of(ids or [], param or [])
-    hardware = load_hardware(device) if device else None
-    found = load_calibration(calibration or DEFAULT).predict(cases, hardware)
+    points = points_of(ids or [], param or [])
+    hardware = query_device(device, hardware_file)
+    found = predict_points(load_calibration(calibration or DEFAULT), points, hardware)
     if as_json:
         print(records(found))
-    else:
-        _print_frame(found[list(SHOWN)])
+        return
+    from rich.console import Console
+
+    console = Console()
+    width = console.width if console.is_terminal or "COLUMNS" in os.environ else 200
+    table, left_out = fitting(found, width)
+    Console(width=width).print(table)
+    if left_out:
+        print(f"not shown: {', '.join(left_out)} (a wider terminal, or --json)")
 
 
 @app.command("calibrate")

@@ -101,7 +101,7 @@ class _Flag(_Quantity):
 
 
 class _Device(BaseModel):
-    """The file's side of Hardware; `match` defaults to the device's own name as a word, MIG slices apart."""
+    """The file's side of Hardware; `match` defaults to its own name as a word, MIG slices apart."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
