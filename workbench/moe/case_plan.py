@@ -99,8 +99,8 @@ class CasePlans(Workloads):
     @cached_property
     def requested_rows(self) -> IntArray:
         """Rows per layer that mok is asked to keep, [N]: slotFactor times the balanced T*K."""
-        asked = self.table["slotFactor"].to_numpy(float) * self.ints("T") * self.ints("K")
-        return np.floor(asked + 0.5).astype(np.int64)
+        factor = self.table["slotFactor"].to_numpy(float)
+        return pa.asked_rows(factor, self.ints("T"), self.ints("K"))
 
     @cached_property
     def retained_rows(self) -> IntArray:

@@ -236,13 +236,6 @@ class MokPlan:
         """Rows replayed over all layers of this rank."""
         return sum(self.replay_rows)
 
-    def retained_bytes_per_layer(self, hidden_dim: int, intermediate_dim: int) -> int:
-        """Bytes of a layer's retained input, gate, up and hidden if all four are BF16.
-
-        Derived from what mok is described to keep; no published record states it.
-        """
-        return self.retained_rows_per_layer * 2 * (hidden_dim + 3 * intermediate_dim)
-
     def explain(self) -> str:
         """The plan in words and rows, and what happens to a layer that exceeds it."""
         replayed = [layer for layer, rows in enumerate(self.replay_rows) if rows]
@@ -273,7 +266,9 @@ def plan_mok(config: MokConfig, rows_per_expert: ArrayLike) -> MokPlan:
     if np.ndim(rows_per_expert) != 2:
         raise PlanError(f"rows_per_expert.ndim={np.ndim(rows_per_expert)} must be 2: layer, expert")
     balanced = config.num_local_input_tokens * config.top_k
-    requested = int(np.floor(config.requested_capacity_factor * balanced + 0.5))
+    requested = int(
+        pa.asked_rows(config.requested_capacity_factor, config.num_local_input_tokens, config.top_k)
+    )
     retained = pa.mok_retained_rows(requested, config.minibatch_rows)
     schedule = pa.mok_schedule_rows(rows_per_expert)
     return MokPlan(

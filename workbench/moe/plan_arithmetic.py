@@ -60,6 +60,12 @@ def evenly_padded_rows(rows: ArrayLike, E_local: ArrayLike, multiple: int) -> In
     return extra * align_up(each + 1, multiple) + (experts - extra) * align_up(each, multiple)
 
 
+def asked_rows(factor: ArrayLike, T: ArrayLike, K: ArrayLike) -> IntArray:
+    """`factor` times the balanced T*K rows, rounded to nearest, halves up."""
+    balanced = np.asarray(T, np.int64) * np.asarray(K, np.int64)
+    return np.floor(np.asarray(factor, np.float64) * balanced + 0.5).astype(np.int64)
+
+
 def dist_moe_rows(
     T: ArrayLike,
     K: ArrayLike,
@@ -74,9 +80,8 @@ def dist_moe_rows(
     MXFP8 adds the worst padding of E_local experts, each to 128 rows.
     """
     T, K, E_local, ep = (np.asarray(x, np.int64) for x in (T, K, E_local, ep))
-    asked = np.floor((T * K) * np.asarray(factor, np.float64) + 0.5)
     reachable = T * ep * np.minimum(K, E_local)
-    rows = np.minimum(asked, reachable).astype(np.int64)
+    rows = np.minimum(asked_rows(factor, T, K), reachable)
     worst = rows + E_local * (DIST_MOE_EXPERT_ROWS - 1)
     return np.where(mxfp8, worst // DIST_MOE_EXPERT_ROWS * DIST_MOE_EXPERT_ROWS, rows)
 
