@@ -193,7 +193,7 @@ def test_resume(tmp_path: Path) -> None:
     assert len(list(Path("outputs/runs").iterdir())) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ended_from_outside(tmp_path: Path, number: signal.Signals) -> None:
     notebook = write(
         tmp_path / "n.ipynb",

@@ -137,8 +137,8 @@ def sweep_command(
     opened = open_sweep(
         folder, cases, settings=None if known else settings,
         launch=Launch() if slurm else launch,
-        ranks=10**6 if slurm and ranks is None else ranks,  # the nodes' ranks are found there
-        limit_s=None if known else limit_s, resume=resume or follower,
+        ranks=ranks, limit_s=None if known else limit_s, resume=resume or follower,
+        elsewhere=slurm,
     )  # fmt: skip
     if known:
         refuse_other(opened, {name: ctx.params[name] for name in RESUMED if name in given})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workbench.bench import launch as launching
-from workbench.bench import matrix, sweep
+from workbench.bench import machine, matrix, sweep
 from workbench.bench.job import Folder, Job, Protocol, Settings
 from workbench.bench.launch import JobRun, Launch, run_jobs
 from workbench.bench.matrix import check_memory, load_matrix
@@ -148,6 +148,48 @@ def test_what_the_plan_knows_to_be_too_large_is_refused(
         open_sweep(tmp_path / "s", [small])
     assert not (tmp_path / "s").exists()
     assert matrix.runs(small)
+
+
+def test_memory_of_other_hosts_is_looked_at_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SLURM job is submitted from a host that runs none of its ranks."""
+    monkeypatch.setattr(sweep, "available_bytes", lambda: 1000)
+    cases = [case(ep=8)]
+    assert open_sweep(tmp_path / "s", cases, elsewhere=True).cases == cases
+    with pytest.raises(InputError, match="ep=8 must be at most ranks=4"):
+        open_sweep(tmp_path / "t", cases, ranks=4, elsewhere=True)
+
+
+def test_memory_that_the_control_group_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least of the host's and each control group's; the page cache is not in use."""
+    own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].splitlines()[:1]
+    folder = tmp_path / (own[0] if own else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    host = machine.available_bytes()
+    assert host > 2 << 20
+    (folder / "memory.max").write_text("1048576\n")
+    (folder / "memory.current").write_text("1000000\n")
+    (folder / "memory.stat").write_text("anon 9\nfile 900\ninactive_file 700\nactive_file 30\n")
+    assert machine.available_bytes() == 1048576 - 1000000 + 730
+    (folder / "memory.max").write_text("max\n")
+    assert machine.available_bytes() > 2 << 20
+
+
+def test_the_second_of_a_pair_waits_for_the_first_one_s_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "START_S", 0.3)
+    monkeypatch.setattr(launching, "command", lambda *_: ["sleep", "1.5"])
+    turns = [Job(name=f"j{turn}", cases=(case(),), settings=SETTINGS, limit_s=60.0, turn=turn,
+                 turns=2) for turn in (0, 1)]  # fmt: skip
+    (first,) = run_jobs(JobRun(turns[0], Folder(tmp_path), Launch()))
+    assert first.reason.startswith("no rank began within 0.3 s")
+    (second,) = run_jobs(JobRun(turns[1], Folder(tmp_path), Launch()))
+    assert second.reason == ""
 
 
 LONG = "x" * 300

@@ -88,6 +88,8 @@ class JobRun:
         self._hung = False
         self._began = time.monotonic()
         self._start_s = START_S if launch.nnodes == 1 else max(START_S, job.limit_s)
+        if job.turn:  # its first case begins when those before it have measured theirs
+            self._start_s += job.turn * job.limit_s
         self._never_started = False
         self._reader = Events(folder.events, job.name)
         host = f".{os.uname().nodename}" if launch.nnodes > 1 else ""

@@ -13,6 +13,7 @@ import psutil
 import workbench
 
 _PACKAGES = ("torch", "triton", "numpy", "pandas")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def device_label(device: str) -> str:
@@ -40,11 +41,18 @@ def clock_mhz(device: str) -> float | None:
 
 def available_bytes() -> int:
     """Memory that new processes of this host can have: what is free or can be freed, and no more
-    than the control group of this one leaves."""
+    than the control groups (v2) of this one leave."""
     found = [int(psutil.virtual_memory().available)]
-    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    if limit.isdigit() and used.isdigit():
-        found.append(int(limit) - int(used))
+    own = re.search(r"^0::/(.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
+    group = CGROUPS / (own[1] if own else "")
+    for folder in (group, *group.parents):
+        limit, used = (_read(folder / f"memory.{name}").strip() for name in ("max", "current"))
+        if limit.isdigit() and used.isdigit():
+            # files in the page cache count as used, and go when memory is asked for
+            cached = re.findall(r"^(?:in)?active_file (\d+)$", _read(folder / "memory.stat"), re.M)
+            found.append(int(limit) - int(used) + sum(map(int, cached)))
+        if folder == CGROUPS:
+            break
     return max(min(found), 0)
 
 
@@ -103,7 +111,7 @@ def _cpu_name() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def _read(path: str) -> str:
+def _read(path: str | Path) -> str:
     try:
         return Path(path).read_text()
     except OSError:

@@ -93,13 +93,15 @@ def open_sweep(
     ranks: int | None = None,
     limit_s: float | None = None,
     resume: bool = False,
+    elsewhere: bool = False,
 ) -> Sweep:
     """A new sweep of `cases` in a folder, or with `resume` the one that is there (or a new one).
 
     What is given must be as in a sweep that is resumed; what is not is taken from it, the ranks'
     added environment too. Raises InputError, before anything is written, where it is not, the cases
     cannot run on the ranks, the folder has a sweep and is not to be resumed, or its sweep is of
-    another version.
+    another version. With `elsewhere` the ranks are those of other hosts, and what these have for
+    them is looked at there.
     """
     folder, launch = Folder(Path(path)), launch or Launch()
     if folder.state.exists():
@@ -113,7 +115,7 @@ def open_sweep(
         given |= {} if limit_s is None else {"limit_s": limit_s}
         given |= {"environment": dict(launch.environment)} if launch.environment else {}
         refuse_other(sweep, given, cases)
-        _check_runs(sweep, ranks)
+        _check_runs(sweep, ranks, elsewhere)
         return sweep
     if folder.path.exists() and any(folder.path.rglob("*.record.json")):
         raise InputError(f"out={path} holds records of something else; name another folder")
@@ -123,7 +125,7 @@ def open_sweep(
     if not 0 < limit_s < math.inf:
         raise InputError(f"limit_s={limit_s} must be positive and finite")
     sweep = Sweep(folder, list(cases), settings or Settings(), launch, limit_s)
-    _check_runs(sweep, ranks)
+    _check_runs(sweep, ranks, elsewhere)
     state = {
         "version": workbench.__version__,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -163,12 +165,15 @@ def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: 
         return teller.told()
 
 
-def _check_runs(sweep: Sweep, ranks: int | None) -> None:
-    """Raises InputError where a case cannot run here: for want of a pipeline, ranks or memory."""
+def _check_runs(sweep: Sweep, ranks: int | None, elsewhere: bool) -> None:
+    """Raises InputError where a case cannot run: for want of a pipeline, ranks or memory."""
     device, nnodes = sweep.settings.device, sweep.launch.nnodes
+    if ranks is None and not elsewhere:
+        ranks = default_ranks(device) * nnodes
+    if ranks is not None:
+        check_ranks(sweep.cases, ranks, nnodes)
     check_pipelines(sweep.cases)
-    check_ranks(sweep.cases, default_ranks(device) * nnodes if ranks is None else ranks, nnodes)
-    if device == "cpu":
+    if device == "cpu" and not elsewhere:
         check_memory(sweep.cases, available_bytes(), nnodes)
 
 

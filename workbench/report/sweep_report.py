@@ -70,7 +70,7 @@ def measure(p: SweepParameters, folder: Path) -> Sweep:
     slurm = p.launcher == "slurm"
     sweep = open_sweep(
         path, load_matrix(p.matrix), settings=None if known else settings, launch=Launch(),
-        ranks=p.ranks or (10**6 if slurm else None), limit_s=p.limit_s, resume=known,
+        ranks=p.ranks or None, limit_s=p.limit_s, resume=known, elsewhere=slurm,
     )  # fmt: skip
     if known:  # traces are the command's own matter
         refuse_other(sweep, {k: v for k, v in flat(settings).items() if k != "trace"})
