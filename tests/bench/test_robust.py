@@ -256,9 +256,9 @@ def test_a_stopped_rank_does_not_hold_the_sweep_for_ever(tmp_path: Path, monkeyp
 
 
 def test_ranks_that_cannot_be_started(tmp_path: Path) -> None:
-    broken = Launch(environment=(("OMP_NUM_THREADS", "many"),))
+    broken = Launch(environment=(("GLOO_SOCKET_IFNAME", "no-such-device"),))
     sweep = open_sweep(tmp_path / "run", [CASE], settings=QUICK, ranks=2, launch=broken)
-    with pytest.raises(SweepError, match=r"ranks could not be started: rank \d: ValueError: inv"):
+    with pytest.raises(SweepError, match=r"ranks could not be started: rank \d: .*no-such-device"):
         run_sweep(sweep)
     assert not list(sweep.folder.path.rglob("*.record.json"))
 

@@ -140,10 +140,14 @@ class Notebook:
         before = path.stat().st_mtime_ns
         self.page.get_by_role("menuitem", name="File", exact=True).first.click()
         self.page.get_by_text("Save Notebook", exact=True).first.click()
+        seen = None
         for _ in range(100):
-            if path.stat().st_mtime_ns != before:
-                return
             self.page.wait_for_timeout(100)
+            # The file is emptied first: it is written when it is not empty and stays as it is.
+            now = path.stat()
+            last, seen = seen, (now.st_mtime_ns, now.st_size)
+            if now.st_mtime_ns != before and now.st_size and seen == last:
+                return
         raise AssertionError(f"{path.name} was not saved")
 
     def control(self, label: str) -> Any:

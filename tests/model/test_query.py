@@ -75,6 +75,7 @@ def test_predict_prints_what_the_calibration_says(monkeypatch, capsys):
     assert row["iterationMS"] == pytest.approx(expected["iterationMS"], rel=1e-6)
     assert row["extrapolated"] is False
     assert row["origin"] == "predicted"
+    monkeypatch.setenv("COLUMNS", "200")  # what other tests or the caller have set
     code, out, _ = run(monkeypatch, capsys, "predict", ID, "--device", "GB200")
     assert code == 0
     assert "device" in out
