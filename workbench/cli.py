@@ -1,7 +1,6 @@
 """`workbench ...`. Each command imports what it needs, so that `workbench --help` starts fast."""
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import workbench
-from workbench.errors import InputError
+from workbench.errors import InputError, check_whole
 from workbench.sweeping import compare_command, sweep_command
 
 app = typer.Typer(
@@ -237,23 +236,16 @@ def predict_command(
     reason; the exit code is 0 as long as one combination is a case. A prediction that lies outside
     the records names all that does, and has a wider interval.
     """
+    from workbench.model import query
     from workbench.model.calibration import DEFAULT, load_calibration
-    from workbench.model.query import fitting, points_of, predict_points, query_device, records
 
-    points = points_of(ids or [], param or [])
-    hardware = query_device(device, hardware_file)
-    found = predict_points(load_calibration(calibration or DEFAULT), points, hardware)
+    points = query.points_of(ids or [], param or [])
+    hardware = query.query_device(device, hardware_file)
+    found = query.predict_points(load_calibration(calibration or DEFAULT), points, hardware)
     if as_json:
-        print(records(found))
+        print(query.records(found))
         return
-    from rich.console import Console
-
-    console = Console()
-    width = console.width if console.is_terminal or "COLUMNS" in os.environ else 200
-    table, left_out = fitting(found, width)
-    Console(width=width).print(table)
-    if left_out:
-        print(f"not shown: {', '.join(left_out)} (a wider terminal, or --json)")
+    query.print_predictions(found)
 
 
 @app.command("calibrate")
@@ -362,9 +354,8 @@ def kernels_command(
     from workbench.kernels.aot import TARGETS
     from workbench.kernels.ops import Sizes
 
-    for name, value in (("T", T), ("D", D), ("F", F), ("E", E), ("K", K), ("ep", ep)):
-        if value < 1:
-            raise InputError(f"{name}={value} must be at least 1")
+    for name, value in {"T": T, "D": D, "F": F, "E": E, "K": K, "ep": ep}.items():
+        check_whole(name, value)
     if E % ep:
         raise InputError(f"ep={ep} must divide E={E}")
     sizes = Sizes(T=T, D=D, F=F, E=E, K=K, ep=ep)
@@ -482,14 +473,13 @@ def main() -> None:
             signal.signal(number, terminated)
     try:
         app(args=_bare_resume(sys.argv[1:]), standalone_mode=True)
-    except InputError as error:
+    except (InputError, OSError) as error:
+        if isinstance(error, OSError):
+            if error.filename is None:
+                raise
+            # A path that the file system refuses: too long, not ours, on a disk that is full.
+            error = InputError(f"{error.filename}: {error.strerror}")
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        # A path that the file system refuses: too long, not ours, on a disk that is full.
-        print(f"error: {InputError(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
         sys.exit(2)
 
 

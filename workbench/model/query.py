@@ -1,5 +1,6 @@
 """Cases to predict from what a command line says: ids, and fields with one or several values."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import product
@@ -9,6 +10,7 @@ from typing import Any
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from workbench.case import CATEGORIES, MODES, PIPELINES, STUDY_SHAPE, Case, parse_id
@@ -122,6 +124,16 @@ def _case(point: dict[str, Any]) -> Case:
     if missing:
         raise InputError(f"{', '.join(missing)} must be given, by an id or as NAME=VALUE")
     return Case(**stated)
+
+
+def print_predictions(frame: pd.DataFrame) -> None:
+    """Prints predictions as a table that fits the terminal, and names the columns left out."""
+    console = Console()
+    width = console.width if console.is_terminal or "COLUMNS" in os.environ else 200
+    table, left_out = fitting(frame, width)
+    Console(width=width).print(table)
+    if left_out:
+        print(f"not shown: {', '.join(left_out)} (a wider terminal, or --json)")
 
 
 def fitting(frame: pd.DataFrame, width: int) -> tuple[Table, list[str]]:
