@@ -48,6 +48,9 @@ def test_the_packaged_calibration_is_that_of_the_published_study(study):
         if name in ("values", "constants", "memory"):
             for key, inner in value.items():
                 assert found[name][key] == pytest.approx(inner, rel=1e-4), key
+        elif name == "held_out":
+            for mine, other in zip(value, found[name], strict=True):
+                assert other == mine | {"width": pytest.approx(mine["width"], rel=1e-3)}
         elif isinstance(value, float):
             assert found[name] == pytest.approx(value, rel=1e-3), name
         else:
@@ -102,6 +105,15 @@ def test_a_file_is_read_back_as_it_was(tmp_path):
         (lambda c: c["ranges"][1].update(ep=[8]), r"ranges\[1\].ep\[1\]: Field required"),
         (lambda c: c["ranges"][1].update(ep=[9, 8]), r"ranges\[1\].*ep=\[9, 8\] must be the lower"),
         (lambda c: c["ranges"][0]["shapes"][0].pop(), r"ranges\[0\].shapes\[0\]: .* at least 5"),
+        (
+            lambda c: c["ranges"][0].update(load=[0, 1.0]),
+            r"ranges\[0\].load\[0\]=0.* greater than 0",
+        ),
+        (lambda c: c["ranges"][0].update(shapes=[]), r"ranges\[0\].shapes.* at least 1 item"),
+        (lambda c: c.pop("held_out"), "held_out: Field required"),
+        (lambda c: c["held_out"][0].update(end="last"), r"held_out\[0\].end='last': .*'smallest'"),
+        (lambda c: c["held_out"][0].update(ratio=0.5), r"held_out\[0\].ratio=0.5: .* equal to 1"),
+        (lambda c: c["held_out"].append(c["held_out"][0]), "held_out names the smallest EP twice"),
         (
             lambda c: c["ranges"][0].update(group="x"),
             r"ranges\[0\].group='x': must be one of dist_",

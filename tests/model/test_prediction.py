@@ -10,9 +10,12 @@ from workbench.bench.record import load_table
 from workbench.case import MODES, PIPELINES, Case, case_table
 from workbench.errors import InputError
 from workbench.hardware import known_devices, load_hardware
+from workbench.model.calibrate import calibrate
 from workbench.model.calibration import load_calibration
 from workbench.model.cost import cost_table
+from workbench.model.fit import Problem
 from workbench.model.memory import PLANNED, memory_terms
+from workbench.model.parameters import CONSTANTS
 from workbench.model.prediction import REFUSALS, TIMES
 from workbench.model.roofline import roofline_table
 from workbench.speed import bench_predict, random_cases
@@ -160,8 +163,85 @@ def test_intervals():
     ratio = found["iterationHighMS"] / found["iterationMS"]
     assert ratio == pytest.approx(np.exp(CALIBRATION.interval), rel=1e-12)
     assert found["iterationMS"] / found["iterationLowMS"] == pytest.approx(ratio, rel=1e-12)
-    far = one(F=12288)
-    assert far["iterationHighMS"] / far["iterationMS"] >= 1.9 * (ratio - 1) + 1
+
+
+SERVE = {"mode": "inference", "ep": 16}
+ENDS = [
+    # feature and end, and the study's cases there (one fold each), largest ratio of the rest to
+    # them; a case that lies so far outside; one that lies a little farther
+    ("EP", "smallest", [lambda t: t["ep"] == 8], 2, {**SERVE, "ep": 4}, {**SERVE, "ep": 3}),
+    ("EP", "largest", [lambda t: t["ep"] == 64], 2, {**SERVE, "ep": 32}, {**SERVE, "ep": 48}),
+    ("F", "smallest", [lambda t: t["F"] == 1536], 2, {"F": 768}, {"F": 736}),
+    ("F", "largest", [lambda t: t["F"] == 6144], 2, {"F": 12288}, {"F": 12320}),
+    ("imbalance", "largest", [lambda t: (t["imbalance"] == 8) & t["profile"].isna()], 2,
+     {"imbalance": 16.0, "scratchFactor": 32.0}, {"imbalance": 16.1, "scratchFactor": 32.0}),
+    ("layers", "largest", [lambda t, p=p, b=b: (t["layers"] == 10) & (t["pipeline"] == p)
+                           & (t["precision"] == b)
+                           for b, p in (("bf16", "standard"), ("mxfp8", "staged"),
+                                        ("mxfp8", "mega"), ("bf16", "native"),
+                                        ("mxfp8", "native"))],
+     10, {**SERVE, "category": "packing", "profile": "x", "factors": (1.0,) * 10},
+     {**SERVE, "category": "packing", "profile": "x", "factors": (1.0,) * 11}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("feature", "end", "folds", "ratio", "near", "beyond"), ENDS)
+def test_the_interval_is_what_holding_an_end_out_showed_and_only_so_far(
+    feature, end, folds, ratio, near, beyond
+):
+    """Its errors are found here by the fit alone: the 90 % quantile of what was held out."""
+    study = load_table()
+    problem = Problem.of(study, load_hardware("GB300"), CONSTANTS)
+    errors = []
+    for fold in folds:
+        held = fold(study).to_numpy(bool)
+        assert held.any()
+        errors += np.abs(
+            problem.log_ratios(problem.fit(~held)[None])["iterationMS"][0, held]
+        ).tolist()
+    rank = min(int(np.ceil(0.9 * (len(errors) + 1))), len(errors))
+    shown = max(np.sort(errors)[rank - 1], 2 * CALIBRATION.interval)
+    (stated,) = [h for h in CALIBRATION.held_out if (h.feature, h.end) == (feature, end)]
+    assert (stated.ratio, stated.width) == (ratio, pytest.approx(shown, rel=1e-3))
+
+    found = one(**near)
+    assert (found["runs"], found["extrapolation"]) == ("yes", feature)
+    assert found["iterationHighMS"] == pytest.approx(found["iterationMS"] * np.exp(shown), rel=1e-4)
+    assert found["iterationMS"] / found["iterationLowMS"] <= np.exp(shown) * (1 + 1e-4)
+
+    found = one(**beyond)
+    assert (found["runs"], found["extrapolation"]) == ("yes", feature)
+    assert found["iterationHighMS"] >= found["iterationMS"] * np.exp(shown) * (1 - 1e-4)
+    assert found["iterationMS"] / found["iterationLowMS"] > 1.2
+    floors = ["busiestComputeFloorMS", "busiestHbmFloorMS", "busiestLinkFloorMS"]
+    assert found["iterationLowMS"] == found[floors].max()
+
+
+def test_ten_times_as_far_as_was_held_out_spans_from_the_floor_to_the_least_efficient_group():
+    found, held_out = one(F=65536), one(F=12288)
+    native = one(F=65536, backend="mok", pipeline="native")  # the same precision, hence peak
+    assert found["iterationLowMS"] == found["busiestComputeFloorMS"]
+    assert found["iterationHighMS"] == pytest.approx(native["iterationMS"], rel=0.01)
+    width = [np.log(f["iterationHighMS"] / f["iterationLowMS"]) for f in (found, held_out)]
+    assert width[0] > 5 * width[1]
+
+
+def test_widths_of_several_features_add_up():
+    width = {(h.feature, h.end): h.width for h in CALIBRATION.held_out}
+    found = one(**SERVE | {"ep": 32, "F": 12288})
+    assert np.log(found["iterationHighMS"] / found["iterationMS"]) == pytest.approx(
+        width["EP", "largest"] + width["F", "largest"], rel=1e-9
+    )
+
+
+def test_an_end_that_was_never_held_out_is_not_trusted():
+    study = load_table()
+    two = calibrate(study[study["F"] > 1536])  # nothing is left to see F from, without either
+    assert {h.feature for h in two.held_out} == {"EP", "imbalance", "layers"}
+    found = two.predict([Case(**{**KEYS, "ep": 64, "F": 6176})]).iloc[0]
+    assert found["extrapolation"] == "F"
+    floors = ["busiestComputeFloorMS", "busiestHbmFloorMS", "busiestLinkFloorMS"]
+    assert found["iterationLowMS"] == found[floors].max()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Calibrate the time model: fit a table of measured cases, and hold workloads out for intervals."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ import pandas as pd
 from workbench.case import STUDY_SHAPE
 from workbench.errors import InputError
 from workbench.hardware import Hardware, load_hardware, match_device
-from workbench.model.calibration import Calibration, Range
+from workbench.model.calibration import Calibration, HeldOut, Range
 from workbench.model.fit import WEIGHTS, Problem, group_rows
 from workbench.model.memory import fit_memory
 from workbench.model.parameters import CONSTANTS, PARAMETERS, Group
@@ -38,8 +38,6 @@ def calibrate(
     values = problem.fit(np.ones(len(table), bool))
     held_out = hold_out(problem, workloads(table))["iterationMS"]
     interval = quantile(held_out)
-    far = [hold_out(problem, away)["iterationMS"] for away in beyond(table).values()]
-    wider = max(WIDER * interval, *(quantile(found) for found in far), 0.0)
     named: dict[str, dict[str, float]] = {name: {} for name in PARAMETERS}
     for (name, slot), value in zip(problem.slots, values.tolist(), strict=True):
         named[name][slot] = value
@@ -51,7 +49,15 @@ def calibrate(
         constants=dict(CONSTANTS),
         memory=fit_memory(table),
         interval=interval,
-        interval_extrapolated=wider,
+        held_out=tuple(
+            HeldOut(
+                feature=away.feature,
+                end=away.end,
+                ratio=away.ratio,
+                width=max(WIDER * interval, quantile(hold_out(problem, away.folds)["iterationMS"])),
+            )
+            for away in beyond(table)
+        ),
         ranges=tuple(_ranges(table, problem.terms, problem.rows)),
     )
 
@@ -105,16 +111,42 @@ def workloads(table: pd.DataFrame) -> list[Mask]:
     return [keys == key for key in range(keys.max() + 1)]
 
 
-def beyond(table: pd.DataFrame) -> dict[str, list[Mask]]:
-    """What to hold out to see errors of extrapolation: the cases with the largest EP, F and
-    single-layer load, one fold each, where smaller ones of at least two sizes remain."""
+class Beyond(NamedTuple):
+    """What is held out to see errors of extrapolation: an end of a feature, how far the rest is
+    from it at least (a ratio), and the cases [N] of each fold."""
+
+    feature: Literal["EP", "F", "imbalance", "layers"]
+    end: Literal["smallest", "largest"]
+    ratio: float
+    folds: list[Mask]
+
+
+def beyond(table: pd.DataFrame) -> list[Beyond]:
+    """The cases with the smallest and the largest EP, F and single-layer load, one fold for each
+    of these six, where others of at least two sizes remain; and of each system the cases with the
+    most layers, where it has others."""
     single = table["profile"].isna().to_numpy()
-    load = np.where(single, table["imbalance"].to_numpy(), np.nan)
-    found = {}
-    for kind, values in (("ep", table["ep"]), ("F", table["F"]), ("load", load)):
+    # below 1 it is the other ranks that have the largest load, a little above the mean
+    load = np.where(single, np.maximum(table["imbalance"].to_numpy(np.float64), 1), np.nan)
+    sizes_of: dict[Literal["EP", "F", "imbalance"], Array] = {
+        "EP": table["ep"].to_numpy(), "F": table["F"].to_numpy(), "imbalance": load
+    }  # fmt: skip
+    found = []
+    for feature, values in sizes_of.items():
         sizes = np.unique(values[~np.isnan(values)])
         if len(sizes) > 2:
-            found[kind] = [np.asarray(values) == sizes[-1]]
+            found += [
+                Beyond(feature, "smallest", float(sizes[1] / sizes[0]), [values == sizes[0]]),
+                Beyond(feature, "largest", float(sizes[-1] / sizes[-2]), [values == sizes[-1]]),
+            ]
+    layers, folds, ratios = table["layers"].to_numpy(), [], []
+    for rows in group_rows(table).values():
+        sizes = np.unique(layers[rows])
+        if len(sizes) > 1:
+            folds.append(np.isin(np.arange(len(table)), rows) & (layers == sizes[-1]))
+            ratios.append(float(sizes[-1] / sizes[-2]))
+    if folds:
+        found.append(Beyond("layers", "largest", min(ratios), folds))
     return found
 
 

@@ -40,6 +40,7 @@ SMALLEST = 1e-6
 _SHAPE = len(STUDY_SHAPE)
 
 Amount = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Above0 = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 
 
 def _known_group(name: str) -> str:
@@ -66,9 +67,12 @@ class Range(BaseModel):
     mode: Literal["inference", "training"]
     ep: tuple[Count, Count]
     F: tuple[Count, Count]
-    load: tuple[Amount, Amount]
+    load: tuple[Above0, Above0]
     layers: Count
-    shapes: tuple[Annotated[tuple[int, ...], Field(min_length=_SHAPE, max_length=_SHAPE)], ...]
+    shapes: Annotated[
+        tuple[Annotated[tuple[int, ...], Field(min_length=_SHAPE, max_length=_SHAPE)], ...],
+        Field(min_length=1),
+    ]
     replay: bool
 
     @model_validator(mode="after")
@@ -80,6 +84,21 @@ class Range(BaseModel):
         return self
 
 
+class HeldOut(BaseModel):
+    """Errors on the records at one end of a feature that a fit without them made.
+
+    ratio   from the records left to those held out, in either direction
+    width   half-width of the 90 % interval of log(iterationMS) that the errors ask for
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    feature: Literal["EP", "F", "imbalance", "layers"]
+    end: Literal["smallest", "largest"]
+    ratio: Annotated[float, Field(ge=1, le=1e12, allow_inf_nan=False)]
+    width: Amount
+
+
 class Calibration(BaseModel):
     """Parameters of the time model and of peak memory for one device.
 
@@ -87,7 +106,7 @@ class Calibration(BaseModel):
     constants   the model's fixed structure (`parameters.CONSTANTS`)
     memory      bytes per piece, `memory.MEMORY_UNITS`; empty if no memory was measured
     interval    half-width of the 90 % interval of log(iterationMS), from workloads held out
-    interval_extrapolated      the same where nothing near was measured
+    held_out    how far off it was outside the records, for each feature and end of it
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -99,7 +118,7 @@ class Calibration(BaseModel):
     constants: dict[str, Amount]
     memory: dict[str, Amount]
     interval: Amount
-    interval_extrapolated: Amount
+    held_out: tuple[HeldOut, ...]
     ranges: tuple[Range, ...]
 
     @model_validator(mode="after")
@@ -109,6 +128,10 @@ class Calibration(BaseModel):
         _same_names("constants", self.constants, CONSTANTS)
         if self.memory:
             _same_names("memory", self.memory, MEMORY_UNITS)
+        ends = [(one.feature, one.end) for one in self.held_out]
+        for end in ends:
+            if ends.count(end) > 1:
+                raise ValueError(f"held_out names the {end[1]} {end[0]} twice")
         measured = {r.group for r in self.ranges}
         for name, by_slot in self.values.items():
             scope = PARAMETERS[name].scope

@@ -25,7 +25,7 @@ from workbench.moe import plan_arithmetic as pa
 from workbench.moe.plan_table import HIDDEN_MULTIPLE
 
 if TYPE_CHECKING:
-    from workbench.model.calibration import Calibration
+    from workbench.model.calibration import Calibration, HeldOut
 
 Array = npt.NDArray[Any]
 BLOCK = 16_384
@@ -40,8 +40,9 @@ FEATURES = ("device", "domain", "mode", "T", "D", "E", "K", "sharedExperts", "sh
             "imbalance", "layers", "replay")  # fmt: skip
 """What can lie outside the records; `shape` where T, D, E, K and sharedExperts do not singly, but
 nothing has all of them; `replay` where backward replays or recomputes and no record did."""
-HELD_OUT = ("EP", "F", "imbalance", "layers")
-"""Features along which a calibration has held measurements out and knows how far it was off."""
+DISTANT = ("EP", "F", "imbalance", "layers")
+"""Features along which a calibration may have held its smallest or largest out, and knows how far
+that was from the rest."""
 TIMES = ("iterationMS", "forwardMS", "backwardMS")
 BOUNDS = ("iterationLowMS", "iterationHighMS")
 FLOOR_COLUMNS = {name: f"busiest{column}" for name, column in FLOORS.items()} | {
@@ -61,9 +62,14 @@ def predict_table(
     runs                                    "yes", or why it cannot: a word of REFUSALS, a colon and
                                             the reason; then all times and rates are NaN
     iterationMS, forwardMS, backwardMS      ms; backward NaN in inference
-    iterationLowMS, iterationHighMS         the 90 % interval; where something is extrapolated that
-                                            was never held out, from the floor to what the least
-                                            efficient calibrated group would take
+    iterationLowMS, iterationHighMS         the 90 % interval. Outside the records along EP, F,
+                                            imbalance or layers it is as wide as the errors were
+                                            when the calibration held measurements out at that end,
+                                            summed over these features, but only as far out as was
+                                            held out (a ratio: F of 12288 beside records up to 6144
+                                            where 6144 was held out from 3072). Farther out, and
+                                            along any other feature, it is from the floor to what
+                                            the least efficient calibrated group would take
     busiest...FloorMS, busiestBinds         floors of the busiest rank at the device's peaks (NaN
                                             without the peak or the NIC), the fixed time, and the
                                             largest of them
@@ -128,10 +134,10 @@ def predict_table(
         bounds = dict(terms.floors)
         out["runs"][rows], out["peakAllocatedGiB"][rows] = runs, memory
         if group in measured:
-            outside = _outside(calibration, part, terms, hardware, own)
+            outside, width, unseen = _outside(calibration, part, terms, hardware, own)
             times = predict_times(measured[group], terms, calibration.constants)
             bounds["fixed"] = times.fixed
-            limits = _interval(calibration, terms, times.iteration, outside, measured)
+            limits = _interval(calibration, terms, times.iteration, width, unseen, measured)
             yes = runs == 0
             for name, values in zip((*TIMES, *BOUNDS), (*times[:3], *limits), strict=True):
                 out[name][rows] = np.where(yes, values, np.nan)
@@ -257,13 +263,18 @@ def _reasons(
 
 def _outside(
     calibration: "Calibration", part: CaseArrays, terms: Terms, hardware: Hardware, own: Hardware
-) -> Array:
-    """A bit of each of FEATURES that lies outside the records of a block's group, [N]."""
+) -> tuple[Array, Array, Array]:
+    """Of a block's cases, each [N]: a bit of each of FEATURES that lies outside the group's
+    records; the interval's half-width in log; whether nothing like the case was ever held out."""
     bit = {name: np.int16(1 << n) for n, name in enumerate(FEATURES)}
     everywhere = np.int16(bit["device"] if hardware.name != own.name else 0)
     found = np.full(len(part.ep), everywhere, np.int16)
     found |= (part.ep > hardware.scale_up_domain) * bit["domain"]
     recorded = np.zeros(len(part.ep), bool)
+    shown: dict[tuple[str, str], HeldOut] = {
+        (one.feature, one.end): one for one in calibration.held_out
+    }
+    width, unseen = np.zeros(len(part.ep)), np.zeros(len(part.ep), bool)
     again = (terms.minibatches > 0) | (terms.recompute > 0)
     replays = np.add.reduceat(again, terms.start) > 0
     for known in calibration.ranges:
@@ -271,11 +282,20 @@ def _outside(
             continue
         here = terms.training == (known.mode == "training")
         recorded |= here
-        bits = (part.layers > known.layers) * bit["layers"]
-        bits |= ~_within(part.ep, known.ep) * bit["EP"]
-        bits |= ~_within(part.F, known.F) * bit["F"]
-        bits |= ~_within(terms.factor, known.load) * bit["imbalance"]
-        bits |= (replays & (not known.replay)) * bit["replay"]
+        bits = (replays & (not known.replay)) * bit["replay"]
+        for name, values, (low, high) in (
+            ("EP", part.ep, known.ep), ("F", part.F, known.F),
+            ("imbalance", terms.factor, known.load), ("layers", part.layers, (1, known.layers)),
+        ):  # fmt: skip
+            for end, ratio in (("smallest", low / values), ("largest", values / high)):
+                beyond = here & (ratio > 1 + 1e-9)
+                if not beyond.any():
+                    continue
+                bits |= beyond * bit[name]
+                held = shown.get((name, end))
+                if held:  # what each of them showed adds up
+                    width += beyond * held.width
+                unseen |= beyond & (ratio > (held.ratio if held else 1) * (1 + 1e-9))
         singly = np.zeros(len(part.ep), bool)
         for name, sizes in zip(STUDY_SHAPE, zip(*known.shapes, strict=True), strict=True):
             far = ~_within(getattr(part, name), (min(sizes), max(sizes)))
@@ -288,7 +308,9 @@ def _outside(
             )
         bits |= (~together & ~singly) * bit["shape"]
         found |= np.where(here, bits, 0).astype(np.int16)
-    return found | ~recorded * bit["mode"]
+    found |= ~recorded * bit["mode"]
+    unseen |= (found & ~np.int16(sum(bit[name] for name in DISTANT))) > 0
+    return found, np.maximum(width, calibration.interval), unseen
 
 
 def _within(values: Array, bounds: tuple[float, float]) -> Array:
@@ -308,19 +330,12 @@ def _named(outside: Array) -> pd.Categorical:
 
 
 def _interval(
-    calibration: "Calibration", terms: Terms, iteration: Array, outside: Array,
+    calibration: "Calibration", terms: Terms, iteration: Array, width: Array, unseen: Array,
     measured: dict[Group, dict[str, float]],
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Bounds of the 90 % interval of a block's times, [N]."""
+    """Bounds of the 90 % interval of a block's times, [N], of half-width `width` in log."""
     floor = np.fmax.reduce(list(terms.floors.values()))
-    held_out = sum(1 << FEATURES.index(name) for name in HELD_OUT)
-    width = np.full(len(iteration), calibration.interval)
-    far = np.zeros(len(iteration))
-    for name in HELD_OUT:  # what each of them showed adds up
-        far = far + ((outside >> FEATURES.index(name)) & 1) * calibration.interval_extrapolated
-    width = np.maximum(width, far)
     low, high = iteration * np.exp(-width), iteration * np.exp(width)
-    unseen = (outside & ~np.int16(held_out)) > 0
     if unseen.any():
         worst = high
         for values in measured.values():

@@ -121,7 +121,11 @@ def validate(table: pd.DataFrame, hardware: Hardware | None = None) -> Validatio
     folds = workloads(table)
     packing = [np.isin(np.arange(len(table)), rows) for rows in problem.rows]
     packed = (table["category"] == "packing").to_numpy()
-    far = {kind: hold_out(problem, away) for kind, away in beyond(table).items()}
+    far = {
+        away.feature: hold_out(problem, away.folds)
+        for away in beyond(table)
+        if away.end == "largest" and away.feature != "layers"
+    }
     fitted = problem.log_ratios(problem.fit(np.ones(len(table), bool))[None])
     by_workload = hold_out(problem, folds)
     blank = {name: np.full(len(table), np.nan) for name in WEIGHTS}
@@ -135,9 +139,9 @@ def validate(table: pd.DataFrame, hardware: Hardware | None = None) -> Validatio
         "packing of one group left out": hold_out(
             problem, [group & packed for group in packing if (group & packed).any()]
         ),
-        "largest EP from the smaller": far.get("ep", blank),
+        "largest EP from the smaller": far.get("EP", blank),
         "largest F from the rest": far.get("F", blank),
-        "largest load from the smaller": far.get("load", blank),
+        "largest load from the smaller": far.get("imbalance", blank),
         "forward, leave one workload out": by_workload,
         "backward, leave one workload out": by_workload,
     }
