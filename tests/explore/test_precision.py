@@ -48,7 +48,7 @@ def check(explorer: Explorer) -> None:
     trade = {
         (t["name"], float(t["x"][0]), float(t["y"][0]))
         for t in spec["data"]
-        if t["meta"] == "Time against error" and len(t["x"]) and t["customdata"]
+        if t["meta"] == "Time against error" and len(t["x"]) and t.get("customdata")
         and t["name"] != "published"
     }  # fmt: skip
     expected = {

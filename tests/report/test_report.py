@@ -101,6 +101,32 @@ def test_page_loads_nothing_and_draws_every_figure(index, page):
     assert min(pictures) > 300
 
 
+BARS = """fs => fs.map(f => {
+  const box = e => (({left, right, top, bottom}) => ({left, right, top, bottom}))(
+    e.getBoundingClientRect());
+  const texts = [...f.querySelectorAll('.main-svg text')].filter(t => t.textContent.trim());
+  return {bar: box(f.querySelector('.modebar')), texts: texts.map(t => [t.textContent, box(t)])};
+})"""
+
+
+@pytest.mark.browser
+def test_no_text_lies_under_the_buttons(index, page):
+    """On the page and in each figure's own file, in a browser that shows the buttons always."""
+    page.goto(index.as_uri())
+    found = page.locator("figure").evaluate_all(BARS)
+    for path in sorted((index.parent / "figures").glob("*.html")):
+        page.goto(path.as_uri())
+        found += page.locator(".plotly-graph-div").evaluate_all(BARS)
+    assert len(found) == 2 * len(FIGURES)
+    for figure in found:
+        bar = figure["bar"]
+        assert bar["right"] - bar["left"] > 100
+        under = [text for text, box in figure["texts"]
+                 if box["right"] > bar["left"] and box["left"] < bar["right"]
+                 and box["bottom"] > bar["top"] and box["top"] < bar["bottom"]]  # fmt: skip
+        assert under == []
+
+
 def test_page_and_notebook_name_no_other_host(index):
     body = markup(index)
     inner = html.unescape(re.search(r'srcdoc="([^"]*)"', body)[1])

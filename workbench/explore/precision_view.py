@@ -141,8 +141,8 @@ def precision_view(state: PrecisionState, tensor: Any, sources: Sources) -> View
 
 
 Times = dict[str, dict[str, Any]]
-"""Format -> `floor` in ms (NaN without a peak), `binds`, `systems`: system -> predicted row, and
-`refused`: the rows of those that do not run."""
+"""Format -> `floor` in ms (NaN without a peak), `lacks`: why there is none, `binds`, `systems`:
+system -> predicted row, and `refused`: the rows of those that do not run."""
 
 
 def _times(state: PrecisionState, names: list[str], hardware: Hardware,
@@ -162,7 +162,7 @@ def _times(state: PrecisionState, names: list[str], hardware: Hardware,
         if not mine and not math.isnan(floors["compute"]):
             notes.append(f"{spec.label}: no system was measured in it, only its floor is known")
         binds = max(floors, key=lambda floor: floors[floor])
-        times[name] = {"floor": floors[binds], "binds": binds, "systems": own,
+        times[name] = {"floor": floors[binds], "binds": binds, "systems": own, "lacks": missing,
                        "refused": {s: r for s, r in mine.items() if not runs(r)}}  # fmt: skip
     why = {str(row["extrapolation"]) for row in rows if runs(row)} - {""}
     refused = refused_note(dict(zip(systems, rows, strict=True)))
@@ -203,7 +203,8 @@ def _scales(study: Study, names: list[str]) -> list[fx.Trace]:
         traces.append(fx.bar(SCALES, FORMATS[name].label, part["exponent"].to_numpy(np.int64),
                              part["blocks"].to_numpy(np.int64), *LOOKS[name])
                       | {"offsetgroup": name})  # fmt: skip
-    return traces
+    labels = ", ".join(FORMATS[name].label for name in names)
+    return [*traces, fx.said_in(SCALES, f"{labels} has no scales" if counts.empty else "")]
 
 
 def _trade(state: PrecisionState, names: list[str], by_format: dict[str, dict[str, float]],
@@ -233,7 +234,11 @@ def _trade(state: PrecisionState, names: list[str], by_format: dict[str, dict[st
             points = fx.points(TRADE, origin, measured, y * len(rows), CLEAR, origin,
                                [r["id"] for r in rows])  # fmt: skip
             traces.append(fx.with_spread(points, rows, "iterationMS", "x"))
-    return traces
+    drawn = any(value is not None for trace in traces for value in trace["x"])
+    lacks = dict.fromkeys(times[name]["lacks"] for name in names)
+    told = "" if drawn else f"no time: {'<br>'.join(filter(None, lacks))}"
+    height = [error for name in names if math.isfinite(error := by_format[name][state.metric])]
+    return [*traces, fx.said_in(TRADE, told, y=sum(height) / max(len(height), 1))]
 
 
 def _storage(state: PrecisionState, names: list[str],

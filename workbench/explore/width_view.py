@@ -191,9 +191,12 @@ def _roof(state: WidthState, hardware: Hardware, case: Case, row: Row,
     x = np.unique([min(reach) / 2, ridge, max(reach) * 2])
     roof = attainable_tflops(x, peak_tflops=peak, hardware=hardware)
     name = "FP8 roof (for MXFP8)" if PEAK_FIELD[state.precision] == "fp8_tflops" else "BF16 roof"
+    told, top = "", np.nanmax([1.0, *(r["usefulTFPerGPU"] for r in mine)])
     if state.precision != "bf16" and not hardware.block_scaled:
         x = roof = np.zeros(0)  # its units would never reach this peak
-    traces = [fx.rule(ROOF, name, x, roof, "solid", width=1.5)]
+        told = f"no MXFP8 roof: {hardware.name} has no block-scaled matrix units"
+    traces = [fx.rule(ROOF, name, x, roof, "solid", width=1.5),
+              fx.said_in(ROOF, told, ridge, 1.5 * top)]  # fmt: skip
     for origin in OBSERVED:
         part = np.array([r["source"] == origin for r in mine], bool)
         rows = [r for r in mine if r["source"] == origin]

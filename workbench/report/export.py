@@ -28,6 +28,8 @@ FORMATS: tuple[Format, ...] = ("html", *STATIC)
 PNG_SCALE = 3
 """Image pixels to a CSS pixel: 288 dpi at column width."""
 PLOTLY_JS = "plotly.min.js"
+BUTTONS = 24
+"""Height in px of plotly's row of buttons."""
 
 _TABS = 2
 _SECONDS_PER_FILE = 60
@@ -82,6 +84,18 @@ def find_browser() -> tuple[str | None, str]:
     return found, reason
 
 
+def figure_html(fig: go.Figure, **options: Any) -> str:
+    """A figure for a browser, which draws its row of buttons over the figure's upper edge: the
+    title is that much lower than on paper. `options` are plotly's."""
+    title = fig.layout.title.pad.t or fig.layout.template.layout.title.pad.t or 0
+    shown = go.Figure(fig).update_layout(
+        height=fig.layout.height + BUTTONS,
+        margin={"t": fig.layout.margin.t + BUTTONS},
+        title={"pad": {"t": title + BUTTONS}},
+    )
+    return to_html(shown, config={"displaylogo": False}, **options)
+
+
 def export_figures(
     figures: Mapping[str, go.Figure], folder: Path, formats: Sequence[str] = FORMATS
 ) -> Exported:
@@ -98,7 +112,7 @@ def export_figures(
         write_atomic(files[name]["csv"], figure_data(fig).to_csv(index=False))
         if "html" in formats:
             files[name]["html"] = folder / f"{name}.html"
-            write_atomic(files[name]["html"], to_html(fig, include_plotlyjs=PLOTLY_JS))
+            write_atomic(files[name]["html"], figure_html(fig, include_plotlyjs=PLOTLY_JS))
     wanted = [fmt for fmt in STATIC if fmt in formats]
     if not wanted:
         return Exported(files=files)

@@ -244,8 +244,8 @@ def refused(panel: Panel, x: Sequence[str], words: Sequence[str]) -> Trace:
                     textfont={"size": SMALL, "color": "#D55E00"}, cliponaxis=False)  # fmt: skip
 
 
-def said_in(panel: Panel, message: str, x: float = 0.5) -> Trace:
+def said_in(panel: Panel, message: str, x: float = 0.5, y: float = 0.5) -> Trace:
     """A text in the middle of a panel that has nothing to show; "" shows nothing."""
     shown = 1 if message else 0
-    return _scatter(panel, "note", [x] * shown, [0.5] * shown, mode="text", text=[message],
+    return _scatter(panel, "note", [x] * shown, [y] * shown, mode="text", text=[message],
                     showlegend=False, hoverinfo="skip", textfont={"size": TEXT})  # fmt: skip

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import nbformat
 import pandas as pd
-from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from workbench.bench.record import load_table
 from workbench.bench.stated import HIGH, LOW, STEPS, measured_how
 from workbench.files import write_atomic
 from workbench.report import tables
-from workbench.report.export import Exported
+from workbench.report.export import Exported, figure_html
 from workbench.report.figures import FIGURES
 from workbench.report.report import Report
 
@@ -189,10 +188,7 @@ def _headline_table(report: Report) -> str:
 def _figures(report: Report, exported: Exported, folder: Path) -> list[str]:
     parts = []
     for name, fig in report.figures.items():
-        drawn = to_html(
-            fig, full_html=False, include_plotlyjs=False, div_id=f"figure-{name}",
-            config={"displaylogo": False},
-        )  # fmt: skip
+        drawn = figure_html(fig, full_html=False, include_plotlyjs=False, div_id=f"figure-{name}")
         files = exported.files[name]
         links = ", ".join(
             f'<a href="{path.relative_to(folder).as_posix()}">{fmt.upper()}</a>'
