@@ -153,17 +153,19 @@ def test_a_new_pipeline_is_one_module_and_one_word(monkeypatch):
     from layer_cases import errors, run, workload
 
     from workbench.moe.pipelines import standard
+    from workbench.moe.pipelines.parts import Phase
 
     module = ModuleType("workbench.moe.pipelines.mine")
-    module.PIPELINE = standard.PIPELINE
+    module.PIPELINE = replace(standard.PIPELINE, forward=(
+        *standard.PIPELINE.forward, Phase("doubled", lambda step: step.y_TD.mul_(2))))  # fmt: skip
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(config_module, "PIPELINES", (*config_module.PIPELINES, "mine"))
     config = MoEConfig(**GOOD, pipeline="mine")
     work = workload(config, 0)
     with create_context(config, VirtualGroup(2)) as context:
-        found = run(work, context)
+        y, *grads = run(work, context)
         assert context.memory(0).own("decisions")[0, Decide.END] == 0
-    assert max(errors(found, work.exact()).values()) < 1e-2
+    assert max(errors((y / 2, *grads), work.exact()).values()) < 1e-2
 
 
 @pytest.mark.parametrize(

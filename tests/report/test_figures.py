@@ -73,13 +73,20 @@ def test_a_system_looks_the_same_in_every_figure(figures):
      ("rates", "meanTXGBps"), ("balanced", "iterationMS")],
 )  # fmt: skip
 def test_a_figure_shows_the_record_of_each_of_its_cases(name, column, figures, study):
-    """Every y of a case is one of its record's numbers, and `column` is shown for every case."""
+    """Every y of a case is one of its record's numbers, and `column` is shown for every case;
+    without a column it is how often its time is that of its balanced case."""
     shown = figure_data(figures[name])
     shown = shown[shown["case"].notna()]
     records = study.set_index("id")
     numeric = records.select_dtypes("number").astype(float)
     numeric["reserved"] = numeric["peakReservedBytes"] / 2**30
-    if column is None:
+    if column is None:  # a ratio: against the time of the same case at an even load
+        assert len(shown) == 60
+        times = study.set_index(["backend", "pipeline", "precision", "mode", "ep", "category",
+                                 "F", "imbalance"])["iterationMS"]  # fmt: skip
+        for case, y in zip(shown["case"], shown["y"], strict=True):
+            key = records.loc[case, times.index.names[:-1]]
+            assert y == pytest.approx(records.loc[case, "iterationMS"] / times[(*key, 1.0)])
         return
     for case, y in zip(shown["case"], shown["y"], strict=True):
         values = numeric.loc[case].to_numpy()
