@@ -6,7 +6,9 @@ which installs these tools and runs as root, a skip is a failure (tests/conftest
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -36,6 +38,12 @@ def permitted(name: str, *arguments: str) -> None:
         pytest.skip(f"{name} {arguments[0]} is not permitted here: {said}")
 
 
+def heeded_signals() -> None:
+    """For a child that is to be interrupted: nohup and a shell's `&` would have it ignore that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def browser() -> str:
     """The path of a Chrome or Chromium, found as the export finds it."""
     from workbench.report.export import find_browser
@@ -43,4 +51,14 @@ def browser() -> str:
     path, reason = find_browser()
     if path is None:
         pytest.skip(reason)
+    return path
+
+
+def driven_browser() -> str:
+    """The path of a browser that Playwright can drive: its driver must start too."""
+    path = browser()
+    driver = [sys.executable, "-m", "playwright", "--version"]
+    done = subprocess.run(driver, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"Playwright's driver does not start: {' '.join(done.stderr.split())}")
     return path

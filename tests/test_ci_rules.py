@@ -35,18 +35,24 @@ def _pytest(folder: Path, *sources: str, ci: str, args: tuple[str, ...] = ()) ->
 
 
 @pytest.mark.parametrize(
-    ("source", "reason"), [(SKIPS, "no browser"), (MODULE, "no_such_module_anywhere")]
+    ("ci", "source", "reason"),
+    [
+        ("true", SKIPS, "no browser"),
+        ("1", SKIPS, "no browser"),
+        ("True", MODULE, "no_such_module_anywhere"),
+    ],
 )
-def test_a_skip_fails_in_ci_and_says_so(tmp_path: Path, source: str, reason: str) -> None:
-    code, output = _pytest(tmp_path, RUNS, source, ci="true")
+def test_a_skip_fails_in_ci_and_says_so(tmp_path: Path, ci: str, source: str, reason: str) -> None:
+    code, output = _pytest(tmp_path, RUNS, source, ci=ci)
     assert code == 1, output
-    assert "with CI=true a skip is a failure" in output
+    assert "with CI set a skip is a failure" in output
     assert reason in output
     assert "tests/test_1.py" in output
 
 
-def test_a_skip_passes_elsewhere(tmp_path: Path) -> None:
-    code, output = _pytest(tmp_path, RUNS, SKIPS, ci="")
+@pytest.mark.parametrize("ci", ["", "false"])
+def test_a_skip_passes_elsewhere(tmp_path: Path, ci: str) -> None:
+    code, output = _pytest(tmp_path, RUNS, SKIPS, ci=ci)
     assert code == 0, output
     assert "1 passed, 1 skipped" in output
 

@@ -16,6 +16,7 @@ import pytest
 import typer
 
 import workbench
+from tests import needs
 from workbench.cli import reported
 from workbench.errors import InputError
 from workbench.grid import Grid, point_name, run_grid
@@ -205,7 +206,9 @@ def test_ended_from_outside(tmp_path: Path, number: signal.Signals) -> None:
         "time.sleep(600)",
     )
     command = [*COMMAND, "run", str(notebook), "-p", "ep=8,16", "--out", "r"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=needs.heeded_signals
+    )
     until = time.monotonic() + 60
     while not (tmp_path / "pids").exists():
         assert time.monotonic() < until

@@ -81,8 +81,13 @@ def ranks_of(out: Path) -> list[int]:
 
 
 def start(matrix: Path, out: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen([*CLI, "sweep", str(matrix), "--out", str(out), *SHORT], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return subprocess.Popen(
+        [*CLI, "sweep", str(matrix), "--out", str(out), *SHORT],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=needs.heeded_signals,
+    )
 
 
 def resumed_well(out: Path, matrix: Path) -> str:

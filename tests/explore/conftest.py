@@ -111,7 +111,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    program = needs.browser()
+    program = needs.driven_browser()
     options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=options)

@@ -39,10 +39,11 @@ def overlaid(study, browser, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")  # only one of Playwright's drivers may be open at a time
-def page(browser):
+def page():
     from playwright.sync_api import sync_playwright
 
+    program = needs.driven_browser()
     with sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        chromium = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield chromium.new_page(viewport={"width": 1300, "height": 900})
         chromium.close()
