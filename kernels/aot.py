@@ -88,9 +88,12 @@ def compile_launch(launch: Launch, target: str) -> tuple[Facts, str]:
     compiled = triton.compile(
         ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", TARGETS[target].arch, 32),
-        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages,
-                 "enable_fp_fusion": False},
-    )  # fmt: skip
+        options={
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
+            "enable_fp_fusion": False,
+        },
+    )
     ptx = str(compiled.asm["ptx"])
     usage = _usage(compiled.asm["cubin"])
     data: Any = compiled.metadata
@@ -120,8 +123,11 @@ def compile_launch(launch: Launch, target: str) -> tuple[Facts, str]:
 def resident(*, registers: int, warps: int, shared: int, columns: int) -> int:
     """Programs that one SM holds at a time; registers are handed out 256 per warp at a time."""
     per_warp = -(-registers * 32 // 256) * 256
-    limits = [WARPS_PER_SM // warps, REGISTERS_PER_SM // (per_warp * warps),
-              (SHARED_PER_SM + 1024) // (shared + 1024)]  # fmt: skip
+    limits = [
+        WARPS_PER_SM // warps,
+        REGISTERS_PER_SM // (per_warp * warps),
+        (SHARED_PER_SM + 1024) // (shared + 1024),
+    ]
     if columns:
         limits.append(TENSOR_COLUMNS_PER_SM // columns)
     return min(limits)
@@ -129,8 +135,10 @@ def resident(*, registers: int, warps: int, shared: int, columns: int) -> int:
 
 _MATRIX = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)[\w.:]*")
 # An atomic that adds nothing and is waited for comes out as a load with the same ordering.
-_ORDERED = re.compile(r"\b(?:(?:ld|st)\.global\.(?:gpu|sys|cta|cluster)|atom\.global|red\.global)"
-                      r"\.[\w.]+")  # fmt: skip
+_ORDERED = re.compile(
+    r"\b(?:(?:ld|st)\.global\.(?:gpu|sys|cta|cluster)|atom\.global|red\.global)"
+    r"\.[\w.]+"
+)
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
@@ -139,8 +147,9 @@ def _usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True,
-                              text=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
     found = {name: int(value) for name, value in _FIELD.findall(done.stdout)}
     missing = {"REG", "STACK", "LOCAL"} - set(found)
     if missing:

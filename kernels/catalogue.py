@@ -6,6 +6,7 @@ from . import route_table
 from . import decide
 from . import dispatch
 from . import swiglu
+from . import swiglu_backward
 from . import combine
 from . import sum_k
 from . import wgrad

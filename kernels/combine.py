@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .device import Launch, Target
 from .grouped_gemm import grouped_gemm, product_tiles
-from .memory import Kept, Peers, for_experts, wide
 from .ops import Arguments, Blanks, Cost, Sizes, op
+from .peers import Kept, Peers, for_experts, wide
 from .words import Decide
 
 
@@ -29,8 +29,7 @@ def w2_combine_torch(
     """
     words = decision.tolist()
     if words[Decide.OK]:
-        _scatter(act_RF, w2_EDF.transpose(1, 2), starts_e, words[Decide.ROWS],
-                 rank_R, row_R, out)  # fmt: skip
+        _scatter(act_RF, w2_EDF.transpose(1, 2), starts_e, words[Decide.ROWS], rank_R, row_R, out)
 
 
 def w13_dgrad_combine_torch(
@@ -110,10 +109,18 @@ def w2_combine(
 ) -> list[Launch]:
     """Launches equivalent to `w2_combine_torch`; rows go straight to their owners."""
     return grouped_gemm(
-        target, weights=w2_EDF, weights_NK=True, starts_e=starts_e, decision=decision,
-        rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True,
+        target,
+        weights=w2_EDF,
+        weights_NK=True,
+        starts_e=starts_e,
+        decision=decision,
+        rows=row_R.shape[0],
+        peers=out,
+        rank_R=rank_R,
+        row_R=row_R,
+        scatter=True,
         a=act_RF,
-    )  # fmt: skip
+    )
 
 
 def _w13_examples(blank: Blanks) -> dict[str, Arguments]:
@@ -158,6 +165,15 @@ def w13_dgrad_combine(
 ) -> list[Launch]:
     """Launches equivalent to `w13_dgrad_combine_torch`; rows go straight to their owners."""
     return grouped_gemm(
-        target, weights=w13_E2FD, weights_NK=False, starts_e=starts_e, decision=decision,
-        rows=row_R.shape[0], peers=out, rank_R=rank_R, row_R=row_R, scatter=True, a=dh1,
-    )  # fmt: skip
+        target,
+        weights=w13_E2FD,
+        weights_NK=False,
+        starts_e=starts_e,
+        decision=decision,
+        rows=row_R.shape[0],
+        peers=out,
+        rank_R=rank_R,
+        row_R=row_R,
+        scatter=True,
+        a=dh1,
+    )

@@ -51,8 +51,19 @@ def _items(decision_at, N, OK: tl.constexpr, ROWS_WORD: tl.constexpr):
 
 
 @triton.jit
-def count_kernel(bases_at, offset, decision_at, counts_at, N, blocks, KEYS, OK: tl.constexpr,
-                 ROWS_WORD: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def count_kernel(
+    bases_at,
+    offset,
+    decision_at,
+    counts_at,
+    N,
+    blocks,
+    KEYS,
+    OK: tl.constexpr,
+    ROWS_WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BK: tl.constexpr,
+):
     """Grid: G. keys: int32 [N] at each base + offset; counts: int32 [KEYS, G]."""
     g = tl.program_id(0)
     i = g % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -65,8 +76,7 @@ def count_kernel(bases_at, offset, decision_at, counts_at, N, blocks, KEYS, OK: 
 
 
 @triton.jit
-def prefix_kernel(counts_at, totals_at, P, blocks, KEYS, TOTALS: tl.constexpr,
-                  SCAN: tl.constexpr):  # fmt: skip
+def prefix_kernel(counts_at, totals_at, P, blocks, KEYS, TOTALS: tl.constexpr, SCAN: tl.constexpr):
     """Grid: KEYS. counts: int32 [KEYS, G], turned into what lies before each block of the same
     key; totals (with TOTALS): int64 [P, KEYS], items of each source and key. The sum of a key's
     counts is written behind the last: counts has room for KEYS more."""
@@ -101,9 +111,25 @@ def starts_kernel(counts_at, starts_at, G, KEYS, first_key, keys, KEYS_2: tl.con
 
 
 @triton.jit
-def place_kernel(bases_at, offset, decision_at, counts_at, starts_at, first_at, second_at, N,
-                 blocks, first_key, keys, room, OK: tl.constexpr, ROWS_WORD: tl.constexpr,
-                 ROUTE: tl.constexpr, INVERSE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def place_kernel(
+    bases_at,
+    offset,
+    decision_at,
+    counts_at,
+    starts_at,
+    first_at,
+    second_at,
+    N,
+    blocks,
+    first_key,
+    keys,
+    room,
+    OK: tl.constexpr,
+    ROWS_WORD: tl.constexpr,
+    ROUTE: tl.constexpr,
+    INVERSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Grid: G. Items whose key is one of `keys` from first_key on get their place.
 
     ROUTE: first, second: int32 [room], at each place the item's source and number; places beyond
@@ -161,26 +187,64 @@ def count_sort(
     if starts is None:
         starts = torch.empty(held + 1, dtype=torch.int64, device=device)
     items: dict[str, int | Tensor | None] = {
-        "bases_at": bases_P, "offset": offset, "decision_at": decision, "counts_at": counts,
-        "N": N, "blocks": blocks,
-    }  # fmt: skip
+        "bases_at": bases_P,
+        "offset": offset,
+        "decision_at": decision,
+        "counts_at": counts,
+        "N": N,
+        "blocks": blocks,
+    }
     when = {"OK": ok, "ROWS_WORD": rows_word, "BLOCK": choice.BLOCK}
     return [
-        Launch(kernel=count_kernel, grid=G, args={**items, "KEYS": keys},
-               constants={**when, "BK": choice.BK}, num_warps=choice.warps),
-        Launch(kernel=prefix_kernel, grid=keys,
-               args={"counts_at": counts, "totals_at": totals_PK, "P": P, "blocks": blocks,
-                     "KEYS": keys},
-               constants={"TOTALS": totals_PK is not None,
-                          "SCAN": min(choice.SCAN, triton.next_power_of_2(blocks))},
-               num_warps=choice.warps),
-        Launch(kernel=starts_kernel, grid=1,
-               args={"counts_at": counts, "starts_at": starts, "G": G, "KEYS": keys,
-                     "first_key": first_key, "keys": held},
-               constants={"KEYS_2": triton.next_power_of_2(held)}),
-        Launch(kernel=place_kernel, grid=G,
-               args={**items, "starts_at": starts, "first_at": first, "second_at": second,
-                     "first_key": first_key, "keys": held, "room": first.shape[0]},
-               constants={**when, "ROUTE": second is not None, "INVERSE": inverse},
-               num_warps=choice.warps),
-    ]  # fmt: skip
+        Launch(
+            kernel=count_kernel,
+            grid=G,
+            args={**items, "KEYS": keys},
+            constants={**when, "BK": choice.BK},
+            num_warps=choice.warps,
+        ),
+        Launch(
+            kernel=prefix_kernel,
+            grid=keys,
+            args={
+                "counts_at": counts,
+                "totals_at": totals_PK,
+                "P": P,
+                "blocks": blocks,
+                "KEYS": keys,
+            },
+            constants={
+                "TOTALS": totals_PK is not None,
+                "SCAN": min(choice.SCAN, triton.next_power_of_2(blocks)),
+            },
+            num_warps=choice.warps,
+        ),
+        Launch(
+            kernel=starts_kernel,
+            grid=1,
+            args={
+                "counts_at": counts,
+                "starts_at": starts,
+                "G": G,
+                "KEYS": keys,
+                "first_key": first_key,
+                "keys": held,
+            },
+            constants={"KEYS_2": triton.next_power_of_2(held)},
+        ),
+        Launch(
+            kernel=place_kernel,
+            grid=G,
+            args={
+                **items,
+                "starts_at": starts,
+                "first_at": first,
+                "second_at": second,
+                "first_key": first_key,
+                "keys": held,
+                "room": first.shape[0],
+            },
+            constants={**when, "ROUTE": second is not None, "INVERSE": inverse},
+            num_warps=choice.warps,
+        ),
+    ]

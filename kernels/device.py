@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .memory import Kept
+from .peers import Kept
 from .words import ALIGNMENT_BYTES, Decide
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
@@ -27,8 +27,13 @@ SPIN_LIMIT = tl.constexpr(1000)
 """Looks at a counter before the interpreter gives up; its producer would have run before."""
 ROWS, BASE = tl.constexpr(int(Decide.ROWS)), tl.constexpr(int(Decide.BASE))
 ALIGNED = tl.constexpr(ALIGNMENT_BYTES)
-TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int16: tl.int16,
-                torch.int32: tl.int32, torch.int64: tl.int64}  # fmt: skip
+TRITON_DTYPE = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.int16: tl.int16,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +86,22 @@ class Launch:
     @property
     def integers(self) -> dict[str, int]:
         """`args` as the kernel takes them."""
-        return {name: value if isinstance(value, int) else address(value)
-                for name, value in self.args.items()}  # fmt: skip
+        return {
+            name: value if isinstance(value, int) else address(value)
+            for name, value in self.args.items()
+        }
 
     def run(self) -> None:
-        options = {} if INTERPRET.value else {
-            "num_warps": self.num_warps, "num_stages": self.num_stages,
-            # A product and a sum are rounded one after the other, as in the twins.
-            "enable_fp_fusion": False,
-        }  # fmt: skip
+        options = (
+            {}
+            if INTERPRET.value
+            else {
+                "num_warps": self.num_warps,
+                "num_stages": self.num_stages,
+                # A product and a sum are rounded one after the other, as in the twins.
+                "enable_fp_fusion": False,
+            }
+        )
         self.kernel[(self.grid,)](**self.integers, **self.constants, **options)
 
 
@@ -175,8 +187,15 @@ def operand_at(arena_at, decision_at, row_bytes_at, INDEX: tl.constexpr):
 
 
 @triton.jit
-def operand(at, arena_at, decision_at, row_bytes_at, INDEX: tl.constexpr, DTYPE: tl.constexpr,
-            VECTOR: tl.constexpr):  # fmt: skip
+def operand(
+    at,
+    arena_at,
+    decision_at,
+    row_bytes_at,
+    INDEX: tl.constexpr,
+    DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """A pointer to an operand: at its address, or with INDEX >= 0 where the layer keeps it."""
     if INDEX >= 0:
         return pointer(operand_at(arena_at, decision_at, row_bytes_at, INDEX), DTYPE, VECTOR)
@@ -184,8 +203,18 @@ def operand(at, arena_at, decision_at, row_bytes_at, INDEX: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def peer_rows(bases_at, offset, rank_at, row_at, r, mask, divisor, pitch,
-              ROW: tl.constexpr, RANKED: tl.constexpr):  # fmt: skip
+def peer_rows(
+    bases_at,
+    offset,
+    rank_at,
+    row_at,
+    r,
+    mask,
+    divisor,
+    pitch,
+    ROW: tl.constexpr,
+    RANKED: tl.constexpr,
+):
     """Byte addresses of the rows row[r] // divisor of ranks rank[r] (0 if not RANKED), `pitch`
     bytes apart; int64. rank: int32; row: ROW, int32 or int64."""
     row = tl.load(pointer(row_at, ROW) + r, mask=mask, other=0).to(tl.int64)
@@ -213,8 +242,14 @@ def wait(counter, value, SCOPE: tl.constexpr):
         while tl.atomic_add(counter, 0, sem="acquire", scope=SCOPE) < value:
             pass
         # Descriptors read through the async proxy, which an acquire alone does not order.
-        tl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [value],
-                                  dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+        tl.inline_asm_elementwise(
+            "fence.proxy.async; mov.b32 $0, $1;",
+            "=r,r",
+            [value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .device import Launch, Target
 from .grouped_gemm import grouped_gemm, product_tiles
-from .memory import Kept, Peers, for_experts
 from .ops import Arguments, Blanks, Cost, Sizes, op
+from .peers import Kept, Peers, for_experts
 from .words import Decide
 
 
@@ -99,9 +99,7 @@ def _dispatch_examples(blank: Blanks) -> dict[str, Arguments]:
 def _dispatch_cost(s: Sizes, _: Arguments) -> Cost:
     x, h1 = s.bytes(s.R, s.D), s.bytes(s.R, 2 * s.F)
     return Cost(
-        flop=4 * s.R * s.D * s.F,
-        hbm_bytes=3 * x + s.bytes(s.e, 2 * s.F, s.D) + h1,
-        link_bytes=x,
+        flop=4 * s.R * s.D * s.F, hbm_bytes=3 * x + s.bytes(s.e, 2 * s.F, s.D) + h1, link_bytes=x
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .device import (
@@ -24,19 +23,12 @@ from .device import (
     address,
     cdiv,
     in_16_bytes,
-    matmul,
-    operand,
     operand_args,
     operand_constants,
-    peer_rows,
-    pointer,
-    rounded,
-    signal,
-    wait,
-    word,
 )
-from .memory import Kept, Peers
+from .grouped_gemm_kernel import grouped_gemm_kernel
 from .ops import Sizes
+from .peers import Kept, Peers
 from .tasks import GATHER, PRODUCT, Shape, Task, interleaving, task_table
 from .words import Decide
 
@@ -78,181 +70,70 @@ def choose_grouped_gemm(
     Blackwell the fence behind the wait would be run by other warps than those that load."""
     if target.interprets:
         # Small, so that small tests have several tiles, tails and groups.
-        return GemmChoice(BM=64, BN=64, BK=64, stages=1, warps=4, programs=1, group=2,
-                          parts=2 if gather else 0, gatherers=0, early=0, GK=64,
-                          warp_specialize=False)  # fmt: skip
+        return GemmChoice(
+            BM=64,
+            BN=64,
+            BK=64,
+            stages=1,
+            warps=4,
+            programs=1,
+            group=2,
+            parts=2 if gather else 0,
+            gatherers=0,
+            early=0,
+            GK=64,
+            warp_specialize=False,
+        )
     # A pull is 64 KiB per program and round trip: an eighth of the SMs keeps up with the product.
     gatherers = target.sms // 8 if gather else 0
     # Gathering a row costs `itemsize` bytes per K, multiplying it 2 N FLOP per K.
     early = min(100, FLOP_PER_LINK_BYTE * itemsize * 100 // (2 * N)) if gather else 0
     if itemsize == 4 or not tma:  # float32, a test dtype, is for FMA units, not tensor cores
-        return GemmChoice(BM=64, BN=64, BK=32, stages=2, warps=8, programs=target.sms, group=8,
-                          parts=4 if gather else 0, gatherers=gatherers, early=early, GK=128,
-                          warp_specialize=False)  # fmt: skip
+        return GemmChoice(
+            BM=64,
+            BN=64,
+            BK=32,
+            stages=2,
+            warps=8,
+            programs=target.sms,
+            group=8,
+            parts=4 if gather else 0,
+            gatherers=gatherers,
+            early=early,
+            GK=128,
+            warp_specialize=False,
+        )
     BN = 256 if N > 128 else 128
     if not gather:
         # Loads on warps of their own; Hopper's compiler adds the product's second warp group.
-        return GemmChoice(BM=128, BN=BN, BK=64, stages=3, warps=4 if target.arch == 90 else 8,
-                          programs=target.sms, group=8, parts=0, gatherers=0, early=0,
-                          GK=2048, warp_specialize=True)  # fmt: skip
-    return GemmChoice(BM=128, BN=BN, BK=64, stages=4, warps=8, programs=target.sms, group=8,
-                      parts=8, gatherers=gatherers, early=early,
-                      GK=min(2048, triton.next_power_of_2(K)),
-                      warp_specialize=False)  # fmt: skip
-
-
-@triton.jit
-def _gather(task, a, bases_at, offset, rank_at, row_at, divisor, K,
-            EACH: tl.constexpr, GK: tl.constexpr, DTYPE: tl.constexpr, ROW: tl.constexpr,
-            RANKED: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
-    """a[row : row + rows] = the rows' copies, pulled from their owners; up to EACH rows."""
-    row = tl.load(task + 2)
-    rows = tl.load(task + 3)
-    r = tl.arange(0, EACH)
-    size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    from_at = peer_rows(bases_at, offset, rank_at, row_at, row + r, r < rows, divisor, K * size,
-                        ROW, RANKED)  # fmt: skip
-    source = pointer(from_at, DTYPE, VECTOR)
-    to = a + (row + r).to(tl.int64) * K
-    for k in range(0, K, GK):
-        column = k + tl.arange(0, GK)
-        mask = (r < rows)[:, None] & (column < K)[None, :]
-        value = tl.load(source[:, None] + column[None, :], mask=mask)
-        tl.store(to[:, None] + column[None, :], value, mask=mask)
-
-
-@triton.jit
-def _product(task, a, b, a_rows, bases_at, offset, rank_at, row_at, out, a_tiles, b_tiles, N, K,
-             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-             SPECIALIZE: tl.constexpr, B_NK: tl.constexpr, A_TMA: tl.constexpr,
-             B_TMA: tl.constexpr, SCATTER: tl.constexpr, DTYPE: tl.constexpr,
-             ROW: tl.constexpr, RANKED: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
-    """One tile of the product, stored where its rows belong."""
-    expert = tl.load(task + 1)
-    row = tl.load(task + 2)
-    rows = tl.load(task + 3)
-    first = tl.load(task + 4) * BN
-    r = tl.arange(0, BM)
-    column = first + tl.arange(0, BN)
-    inner = tl.arange(0, BK)
-    # Rows of a tile's tail belong to the next expert; each stays in its own row of the result.
-    a_row = a + (row + r).to(tl.int64) * K
-    b_expert = b + expert.to(tl.int64) * N * K
-    acc = tl.zeros([BM, BN], tl.float32)
-    for k in tl.range(0, K, BK, num_stages=STAGES, warp_specialize=SPECIALIZE):
-        k_in = k + inner < K
-        if A_TMA:
-            a_tile = a_tiles.load([row, k])
-        else:
-            a_tile = tl.load(a_row[:, None] + (k + inner)[None, :], other=0.0,
-                             mask=(row + r < a_rows)[:, None] & k_in[None, :])  # fmt: skip
-        if B_TMA and B_NK:
-            b_tile = b_tiles.load([expert, first, k]).reshape(BN, BK).T
-        elif B_TMA:
-            b_tile = b_tiles.load([expert, k, first]).reshape(BK, BN)
-        else:
-            mask = k_in[:, None] & (column < N)[None, :]
-            if B_NK:
-                at = column.to(tl.int64)[None, :] * K + (k + inner)[:, None]
-            else:
-                at = (k + inner).to(tl.int64)[:, None] * N + column[None, :]
-            b_tile = tl.load(b_expert + at, mask=mask, other=0.0)
-        acc = matmul(a_tile, b_tile, acc, DTYPE)
-    if SCATTER:
-        size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-        to_at = peer_rows(bases_at, offset, rank_at, row_at, row + r, r < rows, 1, N * size,
-                          ROW, RANKED)  # fmt: skip
-        to = pointer(to_at, DTYPE, VECTOR)
-    else:
-        to = out + (row + r).to(tl.int64) * N
-    mask = (r < rows)[:, None] & (column < N)[None, :]
-    tl.store(to[:, None] + column[None, :], rounded(acc, DTYPE), mask=mask)
-
-
-@triton.jit
-def grouped_gemm_kernel(
-    arena_at, row_bytes_at, decision_at, a_at, b_at, out_at, bases_at, offset, rank_at, row_at,
-    divisor,
-    tasks_at, counts_at, counters_at, first_product, E, N, K,
-    A_INDEX: tl.constexpr, OUT_INDEX: tl.constexpr, ROWS_WORD: tl.constexpr,
-    GATHERS: tl.constexpr, SCATTER: tl.constexpr, MERGED: tl.constexpr,
-    B_NK: tl.constexpr, A_TMA: tl.constexpr, B_TMA: tl.constexpr, VECTOR: tl.constexpr,
-    DTYPE: tl.constexpr, ROW: tl.constexpr, RANKED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    SPECIALIZE: tl.constexpr, EACH: tl.constexpr, GK: tl.constexpr, GATHERERS: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Grid: programs that run at the same time, of which the first GATHERERS gather first.
-
-    a: DTYPE [R, K], at a_at or, with A_INDEX >= 0, where the layer keeps that operand; b: DTYPE
-    [E, N, K] if B_NK, else [E, K, N]; out: DTYPE [R, N], found like a, or with SCATTER the peers'
-    buffer at `offset` from bases (int64 [P]); rank: int32 [R], row: ROW [R]. With GATHERS a is
-    filled first, from the peers' buffer. Tasks, counts, counters: as in tasks.py.
-    """
-    a = operand(a_at, arena_at, decision_at, row_bytes_at, A_INDEX, DTYPE, VECTOR)
-    out = operand(out_at, arena_at, decision_at, row_bytes_at, OUT_INDEX, DTYPE, VECTOR)
-    b = pointer(b_at, DTYPE, VECTOR)
-    rows = word(decision_at, ROWS_WORD).to(tl.int32)
-    counts = pointer(counts_at, tl.int32)
-    counters = pointer(counters_at, tl.int32)
-    tasks = pointer(tasks_at, tl.int32, True)
-    gathers = tl.load(counts)
-    products = tl.load(counts + 1)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    if GATHERS and not MERGED:  # noqa: SIM102 (this one is decided by the compiler)
-        if program < GATHERERS:
-            for i in range(program, gathers, GATHERERS):
-                task = tasks + i * 8
-                _gather(task, a, bases_at, offset, rank_at, row_at, divisor, K,
-                        EACH, GK, DTYPE, ROW, RANKED, VECTOR)  # fmt: skip
-                signal(counters + tl.load(task + 7), "gpu")
-    if products > 0:
-        if A_TMA:
-            a_tiles = tl.make_tensor_descriptor(a, [rows, K], [K.to(tl.int64), 1], [BM, BK])
-        else:
-            a_tiles = a
-        if B_TMA and B_NK:
-            b_tiles = tl.make_tensor_descriptor(
-                b, [E, N, K], [K.to(tl.int64) * N, K.to(tl.int64), 1], [1, BN, BK])  # fmt: skip
-        elif B_TMA:
-            b_tiles = tl.make_tensor_descriptor(
-                b, [E, K, N], [N.to(tl.int64) * K, N.to(tl.int64), 1], [1, BK, BN])  # fmt: skip
-        else:
-            b_tiles = b
-        if MERGED:
-            for i in range(program, gathers + products, programs):
-                task = tasks + i * 8
-                waits = tl.load(task + 5)
-                if waits >= 0:
-                    wait(counters + waits, tl.load(task + 6), "gpu")
-                if tl.load(task) == 0:
-                    _gather(task, a, bases_at, offset, rank_at, row_at, divisor, K,
-                            EACH, GK, DTYPE, ROW, RANKED, VECTOR)  # fmt: skip
-                else:
-                    _product(task, a, b, rows, bases_at, offset, rank_at, row_at, out,
-                             a_tiles, b_tiles, N, K, BM, BN, BK, STAGES, SPECIALIZE, B_NK,
-                             A_TMA, B_TMA, SCATTER, DTYPE, ROW, RANKED, VECTOR)  # fmt: skip
-                signals = tl.load(task + 7)
-                if signals >= 0:
-                    signal(counters + signals, "gpu")
-        else:
-            # The early products go round the programs that do not gather, the others round all.
-            early = products * EARLY // 100
-            workers = programs - GATHERERS
-            worker = program - GATHERERS
-            own = (tl.maximum(early - worker, 0) + workers - 1) // workers
-            own_early = tl.where(program < GATHERERS, 0, own)
-            own_late = (tl.maximum(products - early - program, 0) + programs - 1) // programs
-            for n in tl.range(0, own_early + own_late):
-                late = early + program + (n - own_early) * programs
-                i = tl.where(n < own_early, worker + n * workers, late)
-                task = tasks + (first_product + i) * 8
-                if GATHERS:
-                    wait(counters + tl.load(task + 5), tl.load(task + 6), "gpu")
-                _product(task, a, b, rows, bases_at, offset, rank_at, row_at, out,
-                         a_tiles, b_tiles, N, K, BM, BN, BK, STAGES, SPECIALIZE, B_NK,
-                         A_TMA, B_TMA, SCATTER, DTYPE, ROW, RANKED, VECTOR)  # fmt: skip
+        return GemmChoice(
+            BM=128,
+            BN=BN,
+            BK=64,
+            stages=3,
+            warps=4 if target.arch == 90 else 8,
+            programs=target.sms,
+            group=8,
+            parts=0,
+            gatherers=0,
+            early=0,
+            GK=2048,
+            warp_specialize=True,
+        )
+    return GemmChoice(
+        BM=128,
+        BN=BN,
+        BK=64,
+        stages=4,
+        warps=8,
+        programs=target.sms,
+        group=8,
+        parts=8,
+        gatherers=gatherers,
+        early=early,
+        GK=min(2048, triton.next_power_of_2(K)),
+        warp_specialize=False,
+    )
 
 
 def grouped_gemm(
@@ -289,32 +170,64 @@ def grouped_gemm(
     choice = choose_grouped_gemm(
         target, N=N, K=K, itemsize=size, gather=gather, tma=a_tma and b_tma
     )
-    shape = Shape(block=choice.BM, parts=choice.parts, columns=cdiv(N, choice.BN),
-                  group=choice.group, merged=target.interprets)  # fmt: skip
-    table = task_table(target, starts_e=starts_e, decision=decision, again=again,
-                       rows=rows, shape=shape)  # fmt: skip
+    shape = Shape(
+        block=choice.BM,
+        parts=choice.parts,
+        columns=cdiv(N, choice.BN),
+        group=choice.group,
+        merged=target.interprets,
+    )
+    table = task_table(
+        target, starts_e=starts_e, decision=decision, again=again, rows=rows, shape=shape
+    )
     args = {
-        **operand_args(a=a, out=out), "decision_at": decision, "b_at": weights,
+        **operand_args(a=a, out=out),
+        "decision_at": decision,
+        "b_at": weights,
         "bases_at": peers.bases_P,
-        "offset": peers.offset, "rank_at": rank_R, "row_at": row_R, "divisor": divisor,
-        "tasks_at": table.tasks, "counts_at": table.counts, "counters_at": table.counters,
-        "first_product": table.products_at, "E": E, "N": N, "K": K,
-    }  # fmt: skip
+        "offset": peers.offset,
+        "rank_at": rank_R,
+        "row_at": row_R,
+        "divisor": divisor,
+        "tasks_at": table.tasks,
+        "counts_at": table.counts,
+        "counters_at": table.counters,
+        "first_product": table.products_at,
+        "E": E,
+        "N": N,
+        "K": K,
+    }
     constants: dict[str, Any] = {
-        **operand_constants(a=a, out=out), "ROWS_WORD": int(Decide.ROWS),
-        "GATHERS": gather, "SCATTER": scatter, "MERGED": shape.merged, "B_NK": weights_NK,
+        **operand_constants(a=a, out=out),
+        "ROWS_WORD": int(Decide.ROWS),
+        "GATHERS": gather,
+        "SCATTER": scatter,
+        "MERGED": shape.merged,
+        "B_NK": weights_NK,
         "A_TMA": a_tma,
         "B_TMA": b_tma,
-        "VECTOR": aligned and pitches, "DTYPE": TRITON_DTYPE[dtype],
-        "ROW": TRITON_DTYPE[row_R.dtype], "RANKED": rank_R is not None,
-        "BM": choice.BM, "BN": choice.BN, "BK": choice.BK, "STAGES": choice.stages,
+        "VECTOR": aligned and pitches,
+        "DTYPE": TRITON_DTYPE[dtype],
+        "ROW": TRITON_DTYPE[row_R.dtype],
+        "RANKED": rank_R is not None,
+        "BM": choice.BM,
+        "BN": choice.BN,
+        "BK": choice.BK,
+        "STAGES": choice.stages,
         "SPECIALIZE": choice.warp_specialize,
         "EACH": triton.next_power_of_2(cdiv(choice.BM, max(choice.parts, 1))),
-        "GK": choice.GK, "GATHERERS": choice.gatherers, "EARLY": choice.early,
-    }  # fmt: skip
-    product = Launch(kernel=grouped_gemm_kernel, grid=choice.programs, args=args,
-                     constants=constants, num_warps=choice.warps,
-                     num_stages=choice.stages)  # fmt: skip
+        "GK": choice.GK,
+        "GATHERERS": choice.gatherers,
+        "EARLY": choice.early,
+    }
+    product = Launch(
+        kernel=grouped_gemm_kernel,
+        grid=choice.programs,
+        args=args,
+        constants=constants,
+        num_warps=choice.warps,
+        num_stages=choice.stages,
+    )
     return [table.launch, product]
 
 

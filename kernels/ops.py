@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .device import Launch, Target
-from .memory import Kept, Peers
+from .peers import Kept, Peers
 from .words import DECIDE_WORDS, HEAD_WORDS, PEAK_WORDS, TEXT_BYTES
 
 Arguments = Mapping[str, Any]

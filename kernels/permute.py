@@ -69,9 +69,21 @@ def choose_permute(target: Target, *, D: int, vector: bool) -> MoveChoice:
 
 
 @triton.jit
-def move_kernel(rows_at, order_at, decision_at, out_at, count, D, divisor, OK: tl.constexpr,
-                SCATTER: tl.constexpr, DTYPE: tl.constexpr, VECTOR: tl.constexpr,
-                BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+def move_kernel(
+    rows_at,
+    order_at,
+    decision_at,
+    out_at,
+    count,
+    D,
+    divisor,
+    OK: tl.constexpr,
+    SCATTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+):
     """Grid: blocks of rows times blocks of columns. order: int64 [count]. out[i] =
     rows[order[i] // divisor], or with SCATTER out[order[i]] = rows[i]; DTYPE rows of D."""
     if word(decision_at, OK) != 0:
@@ -91,20 +103,41 @@ def move_kernel(rows_at, order_at, decision_at, out_at, count, D, divisor, OK: t
 
 
 def _move(
-    target: Target, rows: Tensor, order_N: Tensor, divisor: int, decision: Tensor, out: Tensor,
+    target: Target,
+    rows: Tensor,
+    order_N: Tensor,
+    divisor: int,
+    decision: Tensor,
+    out: Tensor,
     scatter: bool,
-) -> list[Launch]:  # fmt: skip
+) -> list[Launch]:
     D, count = rows.shape[1], order_N.shape[0]
     vector = in_16_bytes(D * rows.element_size(), address(rows), address(out))
     choice = choose_permute(target, D=D, vector=vector)
-    return [Launch(
-        kernel=move_kernel, grid=cdiv(count, choice.BR) * cdiv(D, choice.BD),
-        args={"rows_at": rows, "order_at": order_N, "decision_at": decision, "out_at": out,
-              "count": count, "D": D, "divisor": divisor},
-        constants={"OK": int(Decide.OK), "SCATTER": scatter, "DTYPE": TRITON_DTYPE[rows.dtype],
-                   "VECTOR": vector, "BR": choice.BR, "BD": choice.BD},
-        num_warps=choice.warps,
-    )]  # fmt: skip
+    return [
+        Launch(
+            kernel=move_kernel,
+            grid=cdiv(count, choice.BR) * cdiv(D, choice.BD),
+            args={
+                "rows_at": rows,
+                "order_at": order_N,
+                "decision_at": decision,
+                "out_at": out,
+                "count": count,
+                "D": D,
+                "divisor": divisor,
+            },
+            constants={
+                "OK": int(Decide.OK),
+                "SCATTER": scatter,
+                "DTYPE": TRITON_DTYPE[rows.dtype],
+                "VECTOR": vector,
+                "BR": choice.BR,
+                "BD": choice.BD,
+            },
+            num_warps=choice.warps,
+        )
+    ]
 
 
 @op(
@@ -124,9 +157,16 @@ def send_order(
     target: Target, *, ids_TK: Tensor, decision: Tensor, order_N: Tensor, num_experts: int
 ) -> list[Launch]:
     """Launches equivalent to `send_order_torch`."""
-    return count_sort(target, bases_P=_alone(ids_TK), offset=0, N=ids_TK.numel(),
-                      keys=num_experts, decision=decision, ok=int(Decide.OK),
-                      first=order_N)  # fmt: skip
+    return count_sort(
+        target,
+        bases_P=_alone(ids_TK),
+        offset=0,
+        N=ids_TK.numel(),
+        keys=num_experts,
+        decision=decision,
+        ok=int(Decide.OK),
+        first=order_N,
+    )
 
 
 @op(
@@ -146,9 +186,18 @@ def receive_order(
     target: Target, *, rank_R: Tensor, decision: Tensor, position_R: Tensor, ranks: int
 ) -> list[Launch]:
     """Launches equivalent to `receive_order_torch`."""
-    return count_sort(target, bases_P=_alone(rank_R), offset=0, N=rank_R.shape[0], keys=ranks,
-                      decision=decision, ok=int(Decide.OK), rows_word=int(Decide.ROWS),
-                      first=position_R, inverse=True)  # fmt: skip
+    return count_sort(
+        target,
+        bases_P=_alone(rank_R),
+        offset=0,
+        N=rank_R.shape[0],
+        keys=ranks,
+        decision=decision,
+        ok=int(Decide.OK),
+        rows_word=int(Decide.ROWS),
+        first=position_R,
+        inverse=True,
+    )
 
 
 @op(

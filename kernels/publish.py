@@ -74,8 +74,17 @@ def choose_publish(target: Target, *, K: int) -> CopyChoice:
 
 
 @triton.jit
-def copy_kernel(head_at, from_at, to_at, count, CODE: tl.constexpr, FROM: tl.constexpr,
-                TO: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def copy_kernel(
+    head_at,
+    from_at,
+    to_at,
+    count,
+    CODE: tl.constexpr,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Grid: blocks. from: FROM [count], to: TO [count], both exact in TO or refused later; head:
     int64, a no-op where it has a code."""
     if word(head_at, CODE) == 0:
@@ -85,9 +94,21 @@ def copy_kernel(head_at, from_at, to_at, count, CODE: tl.constexpr, FROM: tl.con
 
 
 @triton.jit
-def check_kernel(ids_at, scores_at, found_at, T, K, experts, IDS: tl.constexpr,
-                 SCORES: tl.constexpr, RANGE: tl.constexpr, REPEATED: tl.constexpr,
-                 SCORE: tl.constexpr, BT: tl.constexpr, K_2: tl.constexpr):  # fmt: skip
+def check_kernel(
+    ids_at,
+    scores_at,
+    found_at,
+    T,
+    K,
+    experts,
+    IDS: tl.constexpr,
+    SCORES: tl.constexpr,
+    RANGE: tl.constexpr,
+    REPEATED: tl.constexpr,
+    SCORE: tl.constexpr,
+    BT: tl.constexpr,
+    K_2: tl.constexpr,
+):
     """Grid: blocks of tokens. ids: IDS [T, K], scores: SCORES [T, K]; found: int64 [blocks], the
     least of code << 56 | token << 24 | k (or the repeated id) of what is wrong, else a large one.
     """
@@ -112,9 +133,19 @@ def check_kernel(ids_at, scores_at, found_at, T, K, experts, IDS: tl.constexpr,
 
 
 @triton.jit
-def note_kernel(head_at, ids_at, found_at, blocks, K, IDS: tl.constexpr, RANGE: tl.constexpr,
-                CODE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+def note_kernel(
+    head_at,
+    ids_at,
+    found_at,
+    blocks,
+    K,
+    IDS: tl.constexpr,
+    RANGE: tl.constexpr,
+    CODE: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Grid: 1. Writes the least of `found` (int64 [blocks]) into the head, unless it has a code."""
     head = pointer(head_at, tl.int64)
     least = tl.full([BLOCK], 1 << 62, tl.int64)
@@ -139,12 +170,18 @@ def _copy(head: Tensor, source: Tensor, to: Tensor, choice: CopyChoice) -> Launc
     # A count that no vector divides is copied element by element, each with its own address.
     block = choice.BLOCK if vector and source.numel() % 16 == 0 else 2048
     return Launch(
-        kernel=copy_kernel, grid=cdiv(source.numel(), block),
+        kernel=copy_kernel,
+        grid=cdiv(source.numel(), block),
         args={"head_at": head, "from_at": source, "to_at": to, "count": source.numel()},
-        constants={"CODE": int(Head.CODE), "FROM": TRITON_DTYPE[source.dtype],
-                   "TO": TRITON_DTYPE[to.dtype], "VECTOR": vector, "BLOCK": block},
+        constants={
+            "CODE": int(Head.CODE),
+            "FROM": TRITON_DTYPE[source.dtype],
+            "TO": TRITON_DTYPE[to.dtype],
+            "VECTOR": vector,
+            "BLOCK": block,
+        },
         num_warps=choice.warps,
-    )  # fmt: skip
+    )
 
 
 def _examples(blank: Blanks) -> dict[str, Arguments]:
@@ -192,21 +229,34 @@ def publish(
         _copy(head, ids_TK, ids_out_TK, choice),
         _copy(head, scores_TK, scores_out_TK, choice),
         Launch(
-            kernel=check_kernel, grid=blocks,
-            args={"ids_at": ids_TK, "scores_at": scores_TK, "found_at": found, "T": T, "K": K,
-                  "experts": num_experts},
-            constants=ids | {"SCORES": TRITON_DTYPE[scores_TK.dtype],
-                             "REPEATED": int(Code.ID_REPEATED), "SCORE": int(Code.SCORE),
-                             "BT": choice.BT, "K_2": triton.next_power_of_2(K)},
+            kernel=check_kernel,
+            grid=blocks,
+            args={
+                "ids_at": ids_TK,
+                "scores_at": scores_TK,
+                "found_at": found,
+                "T": T,
+                "K": K,
+                "experts": num_experts,
+            },
+            constants=ids
+            | {
+                "SCORES": TRITON_DTYPE[scores_TK.dtype],
+                "REPEATED": int(Code.ID_REPEATED),
+                "SCORE": int(Code.SCORE),
+                "BT": choice.BT,
+                "K_2": triton.next_power_of_2(K),
+            },
             num_warps=choice.warps,
         ),
         Launch(
-            kernel=note_kernel, grid=1,
+            kernel=note_kernel,
+            grid=1,
             args={"head_at": head, "ids_at": ids_TK, "found_at": found, "blocks": blocks, "K": K},
-            constants=ids | {"CODE": int(Head.CODE), "A": int(Head.A), "B": int(Head.B),
-                             "BLOCK": 1024},
+            constants=ids
+            | {"CODE": int(Head.CODE), "A": int(Head.A), "B": int(Head.B), "BLOCK": 1024},
         ),
-    ]  # fmt: skip
+    ]
 
 
 @op(

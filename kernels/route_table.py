@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .count_sort import count_sort
 from .device import Launch, Target
-from .memory import Peers
 from .ops import Arguments, Blanks, Cost, op
+from .peers import Peers
 
 
 def route_table_torch(
@@ -78,7 +78,15 @@ def route_table(
     """Launches equivalent to `route_table_torch`."""
     local = starts_e.shape[0] - 1
     return count_sort(
-        target, bases_P=ids.bases_P, offset=ids.offset, N=ids.all_P[0].numel(),
-        keys=counts_PE.shape[1], starts=starts_e, totals_PK=counts_PE, first_key=rank * local,
-        held_keys=local, first=rank_R, second=slot_R,
-    )  # fmt: skip
+        target,
+        bases_P=ids.bases_P,
+        offset=ids.offset,
+        N=ids.all_P[0].numel(),
+        keys=counts_PE.shape[1],
+        starts=starts_e,
+        totals_PK=counts_PE,
+        first_key=rank * local,
+        held_keys=local,
+        first=rank_R,
+        second=slot_R,
+    )

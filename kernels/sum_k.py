@@ -22,8 +22,8 @@ from .device import (
     widened,
     word,
 )
-from .memory import for_experts
 from .ops import Arguments, Blanks, Cost, op
+from .peers import for_experts
 from .words import Decide
 
 _TOKENS = 256
@@ -86,9 +86,22 @@ def choose_sum_k(target: Target, *, D: int) -> SumChoice:
 
 
 @triton.jit
-def sum_k_kernel(rows_at, scores_at, decision_at, out_at, T, K, D, OK: tl.constexpr,
-                 SCORED: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr,
-                 VECTOR: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+def sum_k_kernel(
+    rows_at,
+    scores_at,
+    decision_at,
+    out_at,
+    T,
+    K,
+    D,
+    OK: tl.constexpr,
+    SCORED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OUT: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     """Grid: blocks of tokens times blocks of columns. rows: DTYPE [T, K, D]; scores: float32
     [T, K]; out: OUT [T, D]."""
     columns = (D + BD - 1) // BD
@@ -110,8 +123,9 @@ def sum_k_kernel(rows_at, scores_at, decision_at, out_at, T, K, D, OK: tl.conste
 
 
 @triton.jit
-def take_dscores_kernel(dscores_at, decision_at, out_at, count, OK: tl.constexpr,
-                        BLOCK: tl.constexpr):  # fmt: skip
+def take_dscores_kernel(
+    dscores_at, decision_at, out_at, count, OK: tl.constexpr, BLOCK: tl.constexpr
+):
     """Grid: blocks. dscores, out: float32 [count]."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(pointer(dscores_at, tl.float32) + i, mask=i < count, other=0.0)
@@ -137,27 +151,39 @@ def _examples(blank: Blanks) -> dict[str, Arguments]:
     cost=lambda s, _: Cost(hbm_bytes=s.bytes(s.R, s.D) + 4 * s.R + s.bytes(s.T, s.D)),
 )
 def sum_k(
-    target: Target,
-    *,
-    rows_TKD: Tensor,
-    scores_TK: Tensor | None,
-    decision: Tensor,
-    out_TD: Tensor,
+    target: Target, *, rows_TKD: Tensor, scores_TK: Tensor | None, decision: Tensor, out_TD: Tensor
 ) -> list[Launch]:
     """Launches equivalent to `sum_k_torch`."""
     T, K, D = rows_TKD.shape
     choice = choose_sum_k(target, D=D)
-    vector = in_16_bytes(D * rows_TKD.element_size(), D * out_TD.element_size(),
-                         address(rows_TKD), address(out_TD))  # fmt: skip
-    return [Launch(
-        kernel=sum_k_kernel, grid=cdiv(T, choice.BT) * cdiv(D, choice.BD),
-        args={"rows_at": rows_TKD, "scores_at": scores_TK, "decision_at": decision,
-              "out_at": out_TD, "T": T, "K": K, "D": D},
-        constants={"OK": int(Decide.OK), "SCORED": scores_TK is not None,
-                   "DTYPE": TRITON_DTYPE[rows_TKD.dtype], "OUT": TRITON_DTYPE[out_TD.dtype],
-                   "VECTOR": vector, "BT": choice.BT, "BD": choice.BD},
-        num_warps=choice.warps,
-    )]  # fmt: skip
+    vector = in_16_bytes(
+        D * rows_TKD.element_size(), D * out_TD.element_size(), address(rows_TKD), address(out_TD)
+    )
+    return [
+        Launch(
+            kernel=sum_k_kernel,
+            grid=cdiv(T, choice.BT) * cdiv(D, choice.BD),
+            args={
+                "rows_at": rows_TKD,
+                "scores_at": scores_TK,
+                "decision_at": decision,
+                "out_at": out_TD,
+                "T": T,
+                "K": K,
+                "D": D,
+            },
+            constants={
+                "OK": int(Decide.OK),
+                "SCORED": scores_TK is not None,
+                "DTYPE": TRITON_DTYPE[rows_TKD.dtype],
+                "OUT": TRITON_DTYPE[out_TD.dtype],
+                "VECTOR": vector,
+                "BT": choice.BT,
+                "BD": choice.BD,
+            },
+            num_warps=choice.warps,
+        )
+    ]
 
 
 @op(
@@ -172,9 +198,16 @@ def take_dscores(
 ) -> list[Launch]:
     """Launches equivalent to `take_dscores_torch`."""
     count = out_TK.numel()
-    return [Launch(
-        kernel=take_dscores_kernel, grid=cdiv(count, 1024),
-        args={"dscores_at": dscores_TK, "decision_at": decision, "out_at": out_TK,
-              "count": count},
-        constants={"OK": int(Decide.OK), "BLOCK": 1024},
-    )]  # fmt: skip
+    return [
+        Launch(
+            kernel=take_dscores_kernel,
+            grid=cdiv(count, 1024),
+            args={
+                "dscores_at": dscores_TK,
+                "decision_at": decision,
+                "out_at": out_TK,
+                "count": count,
+            },
+            constants={"OK": int(Decide.OK), "BLOCK": 1024},
+        )
+    ]

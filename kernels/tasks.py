@@ -99,11 +99,19 @@ def task_table_torch(
     for first in range(0, len(tiles), shape.group):
         group = list(enumerate(tiles))[first : first + shape.group]
         some = [
-            [GATHER, e, row + min(p * part_rows, size),
-             min((p + 1) * part_rows, size) - min(p * part_rows, size), 0, -1, 0, tile]
+            [
+                GATHER,
+                e,
+                row + min(p * part_rows, size),
+                min((p + 1) * part_rows, size) - min(p * part_rows, size),
+                0,
+                -1,
+                0,
+                tile,
+            ]
             for tile, (e, row, size) in group
             for p in range(shape.parts)
-        ]  # fmt: skip
+        ]
         others = [
             [PRODUCT, e, row, size, column, tile if until else -1, until, -1]
             for column in range(shape.columns)
@@ -121,12 +129,26 @@ def task_table_torch(
 
 @triton.jit
 def task_table_kernel(
-    starts_at, decision_at, tasks_at, counts_at, counters_at, experts, products,
-    AGAIN: tl.constexpr, OK: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr,
-    EXPERTS: tl.constexpr, PARTS_2: tl.constexpr, COLUMNS_2: tl.constexpr,
-):  # fmt: skip
+    starts_at,
+    decision_at,
+    tasks_at,
+    counts_at,
+    counters_at,
+    experts,
+    products,
+    AGAIN: tl.constexpr,
+    OK: tl.constexpr,
+    KEPT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MERGED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTS_2: tl.constexpr,
+    COLUMNS_2: tl.constexpr,
+):
     """Grid: one program per possible row tile. starts: int64 [experts + 1]; the rest as above.
 
     EXPERTS, PARTS_2, COLUMNS_2: powers of two that hold experts, PARTS and COLUMNS.
@@ -214,17 +236,31 @@ def task_table(
     launch = Launch(
         kernel=task_table_kernel,
         grid=tiles,
-        args={"starts_at": starts_e, "decision_at": decision, "tasks_at": tasks,
-              "counts_at": counts, "counters_at": counters, "experts": experts,
-              "products": at},
-        constants={"AGAIN": again, "OK": int(Decide.OK), "KEPT": int(Decide.KEPT),
-                   "ROWS": int(Decide.ROWS), "BLOCK": shape.block,
-                   "PARTS": shape.parts, "COLUMNS": shape.columns, "GROUP": shape.group,
-                   "MERGED": shape.merged, "EXPERTS": triton.next_power_of_2(experts),
-                   "PARTS_2": triton.next_power_of_2(max(shape.parts, 1)),
-                   "COLUMNS_2": triton.next_power_of_2(shape.columns)},
+        args={
+            "starts_at": starts_e,
+            "decision_at": decision,
+            "tasks_at": tasks,
+            "counts_at": counts,
+            "counters_at": counters,
+            "experts": experts,
+            "products": at,
+        },
+        constants={
+            "AGAIN": again,
+            "OK": int(Decide.OK),
+            "KEPT": int(Decide.KEPT),
+            "ROWS": int(Decide.ROWS),
+            "BLOCK": shape.block,
+            "PARTS": shape.parts,
+            "COLUMNS": shape.columns,
+            "GROUP": shape.group,
+            "MERGED": shape.merged,
+            "EXPERTS": triton.next_power_of_2(experts),
+            "PARTS_2": triton.next_power_of_2(max(shape.parts, 1)),
+            "COLUMNS_2": triton.next_power_of_2(shape.columns),
+        },
         num_warps=1,
-    )  # fmt: skip
+    )
     return Table(tasks=tasks, counts=counts, counters=counters, products_at=at, launch=launch)
 
 

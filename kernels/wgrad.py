@@ -27,8 +27,8 @@ from .device import (
     widened,
     word,
 )
-from .memory import Kept, for_experts
 from .ops import Arguments, Blanks, Cost, Sizes, op
+from .peers import Kept, for_experts
 from .words import Decide
 
 
@@ -101,24 +101,62 @@ def choose_wgrad(
     """Pure. As the other grouped products. Half as wide where the gradient is read too, as both
     tiles are in registers."""
     if target.interprets:
-        return WgradChoice(BM=64, BN=64, BK=32, stages=1, warps=4, programs=2, group=2,
-                           warp_specialize=False)  # fmt: skip
+        return WgradChoice(
+            BM=64, BN=64, BK=32, stages=1, warps=4, programs=2, group=2, warp_specialize=False
+        )
     if itemsize == 4 or not tma:
-        return WgradChoice(BM=64, BN=64, BK=32, stages=2, warps=8, programs=target.sms, group=8,
-                           warp_specialize=False)  # fmt: skip
+        return WgradChoice(
+            BM=64,
+            BN=64,
+            BK=32,
+            stages=2,
+            warps=8,
+            programs=target.sms,
+            group=8,
+            warp_specialize=False,
+        )
     wide = N > 128 and not accumulate
-    return WgradChoice(BM=128, BN=256 if wide else 128, BK=64, stages=4, warps=8,
-                       programs=target.sms, group=8, warp_specialize=False)  # fmt: skip
+    return WgradChoice(
+        BM=128,
+        BN=256 if wide else 128,
+        BK=64,
+        stages=4,
+        warps=8,
+        programs=target.sms,
+        group=8,
+        warp_specialize=False,
+    )
 
 
 @triton.jit
 def wgrad_kernel(
-    arena_at, row_bytes_at, decision_at, a_at, b_at, starts_at, out_at, E, M, N,
-    A_INDEX: tl.constexpr, B_INDEX: tl.constexpr, OK: tl.constexpr, ROWS_WORD: tl.constexpr,
-    A_TMA: tl.constexpr, B_TMA: tl.constexpr, VECTOR: tl.constexpr, DTYPE: tl.constexpr,
-    OUT: tl.constexpr, ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, SPECIALIZE: tl.constexpr,
-):  # fmt: skip
+    arena_at,
+    row_bytes_at,
+    decision_at,
+    a_at,
+    b_at,
+    starts_at,
+    out_at,
+    E,
+    M,
+    N,
+    A_INDEX: tl.constexpr,
+    B_INDEX: tl.constexpr,
+    OK: tl.constexpr,
+    ROWS_WORD: tl.constexpr,
+    A_TMA: tl.constexpr,
+    B_TMA: tl.constexpr,
+    VECTOR: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OUT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+):
     """Grid: persistent programs over the tiles of all experts.
 
     a: DTYPE [R, M], b: DTYPE [R, N], each at its address or, with its INDEX >= 0, where the layer
@@ -159,21 +197,33 @@ def wgrad_kernel(
             if A_TMA:
                 a_tile = a_tiles.load([row, m_at])
             else:
-                a_tile = tl.load(a + (row + k).to(tl.int64)[:, None] * M + m[None, :],
-                                 mask=(m < M)[None, :], other=0.0)  # fmt: skip
+                a_tile = tl.load(
+                    a + (row + k).to(tl.int64)[:, None] * M + m[None, :],
+                    mask=(m < M)[None, :],
+                    other=0.0,
+                )
             if B_TMA:
                 b_tile = b_tiles.load([row, n_at])
             else:
-                b_tile = tl.load(b + (row + k).to(tl.int64)[:, None] * N + n[None, :],
-                                 mask=(n < N)[None, :], other=0.0)  # fmt: skip
+                b_tile = tl.load(
+                    b + (row + k).to(tl.int64)[:, None] * N + n[None, :],
+                    mask=(n < N)[None, :],
+                    other=0.0,
+                )
             acc = matmul(a_tile.T, b_tile, acc, DTYPE)
         if whole < end:
             # Rows of the next expert, or behind the last row, must not even be multiplied by 0.
             in_rows = (whole + k < end)[:, None]
-            a_tail = tl.load(a + (whole + k).to(tl.int64)[:, None] * M + m[None, :],
-                             mask=in_rows & (m < M)[None, :], other=0.0)  # fmt: skip
-            b_tail = tl.load(b + (whole + k).to(tl.int64)[:, None] * N + n[None, :],
-                             mask=in_rows & (n < N)[None, :], other=0.0)  # fmt: skip
+            a_tail = tl.load(
+                a + (whole + k).to(tl.int64)[:, None] * M + m[None, :],
+                mask=in_rows & (m < M)[None, :],
+                other=0.0,
+            )
+            b_tail = tl.load(
+                b + (whole + k).to(tl.int64)[:, None] * N + n[None, :],
+                mask=in_rows & (n < N)[None, :],
+                other=0.0,
+            )
             acc = matmul(a_tail.T, b_tail, acc, DTYPE)
         acc = tl.where(runs, acc, float("nan"))
         to = out + expert.to(tl.int64) * M * N + m.to(tl.int64)[:, None] * N + n[None, :]
@@ -198,27 +248,50 @@ def _launch(
     tensors = [t.arena_B if isinstance(t, Kept) else t for t in (a, b)]
     aligned = in_16_bytes(*map(address, tensors))
     choice = choose_wgrad(
-        target, M=M, N=N, itemsize=dtype.itemsize, accumulate=accumulate,
+        target,
+        M=M,
+        N=N,
+        itemsize=dtype.itemsize,
+        accumulate=accumulate,
         tma=aligned and in_16_bytes(M * dtype.itemsize, N * dtype.itemsize),
-    )  # fmt: skip
+    )
     args = {
-        **operand_args(a=a, b=b), "decision_at": decision,
-        "starts_at": starts_e, "out_at": out_EMN, "E": E, "M": M, "N": N,
-    }  # fmt: skip
+        **operand_args(a=a, b=b),
+        "decision_at": decision,
+        "starts_at": starts_e,
+        "out_at": out_EMN,
+        "E": E,
+        "M": M,
+        "N": N,
+    }
     constants: dict[str, Any] = {
         **operand_constants(a=a, b=b),
-        "OK": int(Decide.OK), "ROWS_WORD": int(Decide.ROWS),
+        "OK": int(Decide.OK),
+        "ROWS_WORD": int(Decide.ROWS),
         "A_TMA": aligned and in_16_bytes(M * dtype.itemsize),
         "B_TMA": aligned and in_16_bytes(N * dtype.itemsize),
-        "VECTOR": aligned and in_16_bytes(M * dtype.itemsize, N * dtype.itemsize,
-                                          address(out_EMN)),
-        "DTYPE": TRITON_DTYPE[dtype], "OUT": TRITON_DTYPE[out_EMN.dtype],
-        "ACCUMULATE": accumulate, "BM": choice.BM, "BN": choice.BN, "BK": choice.BK,
-        "STAGES": choice.stages, "GROUP": choice.group, "SPECIALIZE": choice.warp_specialize,
-    }  # fmt: skip
+        "VECTOR": aligned and in_16_bytes(M * dtype.itemsize, N * dtype.itemsize, address(out_EMN)),
+        "DTYPE": TRITON_DTYPE[dtype],
+        "OUT": TRITON_DTYPE[out_EMN.dtype],
+        "ACCUMULATE": accumulate,
+        "BM": choice.BM,
+        "BN": choice.BN,
+        "BK": choice.BK,
+        "STAGES": choice.stages,
+        "GROUP": choice.group,
+        "SPECIALIZE": choice.warp_specialize,
+    }
     programs = min(choice.programs, E * cdiv(M, choice.BM) * cdiv(N, choice.BN))
-    return [Launch(kernel=wgrad_kernel, grid=programs, args=args, constants=constants,
-                   num_warps=choice.warps, num_stages=choice.stages)]  # fmt: skip
+    return [
+        Launch(
+            kernel=wgrad_kernel,
+            grid=programs,
+            args=args,
+            constants=constants,
+            num_warps=choice.warps,
+            num_stages=choice.stages,
+        )
+    ]
 
 
 def wgrad_tiles(sizes: Sizes, launch: Launch) -> int:
@@ -258,8 +331,16 @@ def w2_wgrad(
     accumulate: bool = False,
 ) -> list[Launch]:
     """Launches equivalent to `w2_wgrad_torch`."""
-    return _launch(target, a=dy_RD, b=act_RF, dtype=dy_RD.dtype, starts_e=starts_e,
-                   decision=decision, out_EMN=dw2_EDF, accumulate=accumulate)  # fmt: skip
+    return _launch(
+        target,
+        a=dy_RD,
+        b=act_RF,
+        dtype=dy_RD.dtype,
+        starts_e=starts_e,
+        decision=decision,
+        out_EMN=dw2_EDF,
+        accumulate=accumulate,
+    )
 
 
 def _w13_examples(blank: Blanks) -> dict[str, Arguments]:
@@ -290,5 +371,13 @@ def w13_wgrad(
     accumulate: bool = False,
 ) -> list[Launch]:
     """Launches equivalent to `w13_wgrad_torch`."""
-    return _launch(target, a=dh1, b=x, dtype=x.dtype, starts_e=starts_e, decision=decision,
-                   out_EMN=dw13_E2FD, accumulate=accumulate)  # fmt: skip
+    return _launch(
+        target,
+        a=dh1,
+        b=x,
+        dtype=x.dtype,
+        starts_e=starts_e,
+        decision=decision,
+        out_EMN=dw13_E2FD,
+        accumulate=accumulate,
+    )

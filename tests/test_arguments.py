@@ -13,8 +13,13 @@ from workbench.hardware import load_hardware, match_device
 from workbench.moe.config import MoEConfig
 from workbench.routing import case_routes, route, rows_by_expert, rows_by_rank
 
-CASE: dict[str, Any] = {"backend": "dist_moe", "mode": "training", "ep": 8, "precision": "bf16",
-                        "pipeline": "standard"}  # fmt: skip
+CASE: dict[str, Any] = {
+    "backend": "dist_moe",
+    "mode": "training",
+    "ep": 8,
+    "precision": "bf16",
+    "pipeline": "standard",
+}
 CONFIG: dict[str, Any] = {"T": 8, "D": 16, "F": 16, "E": 8, "K": 2, "ep": 2}
 ROUTE: dict[str, Any] = {"T": 8, "K": 2, "E": 8, "ep": 2, "factor": 1.0}
 RANKS = {name: value for name, value in ROUTE.items() if name != "E"}
@@ -38,8 +43,10 @@ MADE = [
     (rows_by_rank, RANKS, ("T", "K", "ep"), NO_COUNT),
     (check_factor, {"ep": 2, "E": 8, "K": 2, "factor": 1.0}, ("ep", "E", "K"), NO_COUNT),
 ]
-FACTORS = [(function, given) for function, given in ((route, ROUTE), (rows_by_expert, ROUTE),
-           (rows_by_rank, RANKS))]  # fmt: skip
+FACTORS = [
+    (function, given)
+    for function, given in ((route, ROUTE), (rows_by_expert, ROUTE), (rows_by_rank, RANKS))
+]
 
 
 def refused(make: Any, given: dict[str, Any], name: str, value: Any) -> str:
@@ -102,11 +109,18 @@ def test_numpy_s_numbers_are_plain_ones() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [None, 1, b"x", "", "x" * 100_000, "dist_moe-training-ep" + "8" * 5000 + "-bf16-a-b-A-F1",
-     "dist_moe-training-ep\u0668-bf16-standard-single_layer-i1-F3072",
-     "dist_moe-training-ep8-bf16-standard-single_layer-i1-F3072-T5.5",
-     "dist_moe-training-ep8-bf16-standard-single_layer-i1-F3072-T5-T6"],
-)  # fmt: skip
+    [
+        None,
+        1,
+        b"x",
+        "",
+        "x" * 100_000,
+        "dist_moe-training-ep" + "8" * 5000 + "-bf16-a-b-A-F1",
+        "dist_moe-training-ep\u0668-bf16-standard-single_layer-i1-F3072",
+        "dist_moe-training-ep8-bf16-standard-single_layer-i1-F3072-T5.5",
+        "dist_moe-training-ep8-bf16-standard-single_layer-i1-F3072-T5-T6",
+    ],
+)
 def test_what_is_no_id(text: Any) -> None:
     with pytest.raises(InputError, match=r"^id="):
         parse_id(text)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bench.record import REFERENCE
 from workbench.case import PIPELINES, PROFILES, Case, case_table, reference_matrix
 from workbench.errors import InputError
+from workbench.records.results import REFERENCE
 
 PUBLISHED = json.loads(REFERENCE.read_text())
 
@@ -19,8 +19,18 @@ def test_reference_matrix_is_the_published_one_in_its_order():
 def test_every_published_id_gives_the_fields_of_its_case():
     for record in PUBLISHED["cases"]:
         case = Case.from_id(record["id"])
-        stated = ("backend", "mode", "ep", "precision", "pipeline", "category", "F", "imbalance",
-                  "profile", "layers")  # fmt: skip
+        stated = (
+            "backend",
+            "mode",
+            "ep",
+            "precision",
+            "pipeline",
+            "category",
+            "F",
+            "imbalance",
+            "profile",
+            "layers",
+        )
         assert {n: getattr(case, n) for n in stated} == {n: record[n] for n in stated}
 
 
@@ -29,8 +39,13 @@ def test_profiles_are_the_published_ones():
     assert Case.from_id("mok-training-ep32-bf16-native-packing-B-F3072").factors == PROFILES["B"]
 
 
-GOOD = {"backend": "dist_moe", "mode": "training", "ep": 8, "precision": "bf16",
-        "pipeline": "standard"}  # fmt: skip
+GOOD = {
+    "backend": "dist_moe",
+    "mode": "training",
+    "ep": 8,
+    "precision": "bf16",
+    "pipeline": "standard",
+}
 
 SYSTEMS = [
     (backend, pipeline, precision)
@@ -56,12 +71,23 @@ def test_id_survives_the_way_there_and_back(
     backend, pipeline, precision = system
     T, D, F = shape
     case = Case(
-        backend=backend, pipeline=pipeline, precision=precision, mode=mode, ep=ep, E=ep * local,
-        K=2, T=T, D=D, F=F, imbalance=quarters / 4, slotFactor=slot,
-    )  # fmt: skip
+        backend=backend,
+        pipeline=pipeline,
+        precision=precision,
+        mode=mode,
+        ep=ep,
+        E=ep * local,
+        K=2,
+        T=T,
+        D=D,
+        F=F,
+        imbalance=quarters / 4,
+        slotFactor=slot,
+    )
     if profile and ep >= 8:
-        case = replace(case, profile=profile, category="packing", imbalance=1.0, factors=(),
-                       layers=0)  # fmt: skip
+        case = replace(
+            case, profile=profile, category="packing", imbalance=1.0, factors=(), layers=0
+        )
     assert Case.from_id(case.id) == case
 
 
@@ -75,8 +101,20 @@ def test_slot_by_default_holds_one_layer_whole_and_the_study_s_packing_at_2_5():
 
 
 def test_an_id_of_another_shape_says_what_differs():
-    case = Case(backend="baseline", pipeline="alltoall", precision="bf16", mode="training", ep=2,
-                T=512, D=1024, E=32, K=2, F=256, sharedExperts=0, slotFactor=0.5)  # fmt: skip
+    case = Case(
+        backend="baseline",
+        pipeline="alltoall",
+        precision="bf16",
+        mode="training",
+        ep=2,
+        T=512,
+        D=1024,
+        E=32,
+        K=2,
+        F=256,
+        sharedExperts=0,
+        slotFactor=0.5,
+    )
     assert case.id == (
         "baseline-training-ep2-bf16-alltoall-single_layer-i1-F256-T512-D1024-E32-K2-S0-slot0.5"
     )

@@ -64,15 +64,15 @@ def test_only_regular_files_are_read_and_no_more_than_the_limit(tmp_path):
 
 
 LOADERS = {
-    "results.json": "workbench.bench.record:load_table",
-    "x.record.json": "workbench.bench.own:read_record",
+    "results.json": "workbench.records.results:load_table",
+    "x.record.json": "workbench.records.record:read_record",
     "job.json": "workbench.bench.job:read_job",
     "calibration.json": "workbench.model.calibration:load_calibration",
     "hardware.toml": "workbench.hardware:known_devices",
     "matrix.yaml": "workbench.bench.matrix:load_matrix",
     "trace.csv": "workbench.explore.trace:load_trace",
     "trace.npz": "workbench.explore.trace:load_trace",
-    "n.ipynb": "workbench.parameters:notebook_parameters",
+    "n.ipynb": "workbench.runner.parameters:notebook_parameters",
 }
 
 

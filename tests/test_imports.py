@@ -1,10 +1,12 @@
 """Imports point one way along the data flow, and `import workbench` stays light."""
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
@@ -14,38 +16,32 @@ FLOW = (
     ("errors",),
     ("files",),
     ("case",),
-    ("routing",),
-    ("model.cost",),  # amounts of a case, which measurements need and predictions too
-    ("formats", "hardware"),
+    ("routing", "hardware", "records"),
     ("kernels",),
     ("moe.config",),
-    ("moe.plan_arithmetic", "moe.traffic", "moe.oracle", "moe.pipelines"),
-    ("moe.plan_table", "moe.plan_ours"),
-    ("moe.plan",),
-    ("moe.case_plan", "moe.failures", "moe.pages", "moe.step"),
+    ("planning.arithmetic", "moe.traffic", "moe.oracle", "moe.pipelines"),
+    ("planning.reference_table", "moe.arena"),
+    ("planning.reference",),
+    ("planning.case_plan", "moe.failures", "moe.pages", "moe.step"),
     ("moe.group", "moe.executor_torch"),
     ("moe.executor_triton",),
     ("moe.context",),
     ("moe.autograd",),
     ("moe.layer",),
-    ("bench",),
     ("model",),
+    ("bench",),
     ("report",),
     ("explore",),
-    ("parameters", "execute", "lab"),
-    ("notebook",),
-    ("grid", "study"),
-    ("speed",),  # times the parts of the workbench, so it stands after all of them
-    ("sweeping",),
+    ("runner", "lab"),
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(FLOW) for part in parts}
-LIGHT = ("errors", "case", "routing", "hardware", "moe.plan", "moe.config", "model", "cli")
+LIGHT = ("errors", "case", "routing", "hardware", "planning", "moe.config", "model", "cli")
 """Modules and packages whose import brings neither torch nor plotly."""
 
 
 def module_name(path: Path) -> str:
-    """`workbench/moe/plan.py` -> `workbench.moe.plan`; `kernels/x.py` -> `workbench.kernels.x`."""
+    """`workbench/moe/step.py` -> `workbench.moe.step`; `kernels/x.py` -> `workbench.kernels.x`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     name = ".".join(parts if parts[0] == "workbench" else ("workbench", *parts))
     return name.removesuffix(".__init__")
@@ -107,7 +103,27 @@ def python_files(*folders: str) -> list[Path]:
 
 def test_every_module_has_its_place_in_the_flow() -> None:
     names = {module_name(path) for path in python_files("workbench", "kernels")}
-    assert {place(name) for name in names - {"workbench", "workbench.moe"}} <= set(RANK)
+    assert {
+        place(name) for name in names - {"workbench", "workbench.moe", "workbench.planning"}
+    } <= set(RANK)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    paths = {module_name(path): path for path in python_files("workbench", "kernels")}
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        package = path.name == "__init__.py"
+        found = imported(path.read_text(), name, package=package, types=False)
+        targets = {_module(target, paths) for target in found}
+        graph[name] = targets - {"", name, "workbench"}
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) >= len(paths) - 1
+
+
+def _module(name: str, known: Container[str]) -> str:
+    """The module that a dotted name lies in; "" where it is none of ours."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def test_imports_follow_the_flow() -> None:
@@ -128,11 +144,15 @@ def test_imports_follow_the_flow() -> None:
     [
         ("import workbench.routing", "workbench.case", "workbench.routing"),
         ("from workbench import cli", "workbench.model.cost", "workbench.cli"),
-        ("def f():\n    from ..report import figures", "workbench.moe.plan", "report.figures"),
+        ("def f():\n    from ..report import figures", "workbench.moe.step", "report.figures"),
         ("from workbench.errors import InputError", "workbench.kernels.gemm", "errors.InputError"),
-        ("from workbench.hardware import Hardware", "workbench.formats", "hardware.Hardware"),
+        (
+            "from workbench.hardware import Hardware",
+            "workbench.records.schema",
+            "hardware.Hardware",
+        ),
         ("import workbench.unheard", "workbench.cli", "workbench.unheard"),
-        ("from workbench.model import fit", "workbench.bench.record", "workbench.model.fit"),
+        ("from workbench.bench import sweep", "workbench.model.fit", "workbench.bench.sweep"),
         ("from workbench.moe.layer import MoELayer", "workbench.moe.context", "layer.MoELayer"),
         ("from .pipelines.parts import Part", "workbench.moe.config", "pipelines.parts.Part"),
         ("from workbench.moe import executor_triton", "workbench.moe.step", "executor_triton"),
@@ -147,7 +167,10 @@ def test_an_import_against_the_flow_is_found(source: str, module: str, wrong: st
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from workbench.moe import plan\nfrom workbench.bench.record import Record", "model.fit"),
+        (
+            "from workbench.planning import reference\nfrom workbench.records.record import R",
+            "model.fit",
+        ),
         ("from . import cost\nfrom ..errors import InputError", "model.roofline"),
         ("from .tile import x\nimport torch", "kernels.gemm"),
         ("from workbench import __version__", "cli"),
@@ -159,8 +182,8 @@ def test_an_import_along_the_flow_passes(source: str, module: str) -> None:
 
 
 def test_a_relative_import_in_a_package_file_is_resolved() -> None:
-    assert imported("from .plan import f", "workbench.moe", package=True) == {
-        "workbench.moe.plan.f"
+    assert imported("from .step import f", "workbench.moe", package=True) == {
+        "workbench.moe.step.f"
     }
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
+from workbench.kernels.formats import FORMATS, quantise, sqnr_db
 
 from workbench.explore import precision_study as ps
 from workbench.explore.precision_study import Study, StudyError, load_tensor, sqnr, sqnr_table
-from workbench.formats import FORMATS, quantise, sqnr_db
 
 SMALL: dict[str, Any] = {"T": 40, "D": 96, "F": 48, "gemm_rows": 8, "gemm_k": 160}
 

@@ -25,8 +25,8 @@ from workbench.case import reference_matrix
 from workbench.cli import _bare_resume, app
 from workbench.hardware import load_hardware
 from workbench.model.calibration import load_calibration
-from workbench.parameters import grid, notebook_parameters
-from workbench.study import NOTEBOOK
+from workbench.runner.main_job import NOTEBOOK
+from workbench.runner.parameters import grid, notebook_parameters
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,8 +34,13 @@ RUN = ("predict", "calibrate")
 READ = ("notebook", "results", "calibration", "hardware_file", "trace", "sweep_dir")
 """Options of commands and parameters of notebooks that name what must be there; "" is the default.
 """
-RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0"}  # fmt: skip
+RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 """What torchrun sets, for a group of one: to start two ranks takes longer, and test_ranks does."""
 
 Command = Callable[[list[str]], None]
@@ -125,16 +130,24 @@ def papermill_as_it_is(arguments: list[str]) -> None:
     load_hardware(dict(given["parameters"])["hardware"])
 
 
-COMMANDS: dict[str, Command] = {"workbench": workbench, ".venv/bin/workbench": workbench,
-                                "make": make, "papermill": papermill_as_it_is}  # fmt: skip
+COMMANDS: dict[str, Command] = {
+    "workbench": workbench,
+    ".venv/bin/workbench": workbench,
+    "make": make,
+    "papermill": papermill_as_it_is,
+}
 
 
 def python(source: str) -> None:
     """Runs a block in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", source], env={**os.environ, **RANK}, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", source],
+        env={**os.environ, **RANK},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -122,8 +122,19 @@ def test_a_factor_that_would_repeat_an_expert_is_refused():
 
 
 def test_each_layer_of_a_profile_has_its_factor():
-    case = Case(backend="dist_moe", mode="training", ep=8, precision="bf16", pipeline="standard",
-                category="packing", profile="B", T=64, E=64, D=64, F=64)  # fmt: skip
+    case = Case(
+        backend="dist_moe",
+        mode="training",
+        ep=8,
+        precision="bf16",
+        pipeline="standard",
+        category="packing",
+        profile="B",
+        T=64,
+        E=64,
+        D=64,
+        F=64,
+    )
     for layer, factor in enumerate(PROFILES["B"]):
         ids, scores = case_routes(case, layer, seed=3)
         _check_routes(ids, scores, T=64, K=6, E=64, ep=8, factor=factor)

@@ -128,8 +128,12 @@ class Case:
             object.__setattr__(self, "factors", factors)
         if not self.layers:
             object.__setattr__(self, "layers", len(self.factors))
-        _check(self.layers == len(self.factors), "layers", self.layers,
-               f"must be the number of layer factors, {len(self.factors)}")  # fmt: skip
+        _check(
+            self.layers == len(self.factors),
+            "layers",
+            self.layers,
+            f"must be the number of layer factors, {len(self.factors)}",
+        )
         for factor in self.factors:
             check_factor(factor, ep=self.ep, E=self.E, K=self.K)
 
@@ -151,8 +155,9 @@ class Case:
         if isinstance(self.factors, str) or not isinstance(self.factors, Iterable):
             shown = one_line(repr(self.factors), 80)
             raise InputError(f"factors={shown} must be a sequence of numbers")
-        plain["factors"] = tuple(check_number(f"factors[{n}]", factor)
-                                 for n, factor in enumerate(self.factors))  # fmt: skip
+        plain["factors"] = tuple(
+            check_number(f"factors[{n}]", factor) for n, factor in enumerate(self.factors)
+        )
         for name, value in plain.items():
             object.__setattr__(self, name, value)
 
@@ -240,19 +245,24 @@ def reference_matrix() -> list[Case]:
                 for pipeline, precisions in pipelines.items():
                     for precision in precisions:
                         system: dict[str, Any] = {
-                            "backend": backend, "mode": mode, "ep": ep,
-                            "precision": precision, "pipeline": pipeline,
-                        }  # fmt: skip
+                            "backend": backend,
+                            "mode": mode,
+                            "ep": ep,
+                            "precision": precision,
+                            "pipeline": pipeline,
+                        }
                         cases += [Case(**system, imbalance=float(i)) for i in (1, 4, 8)]
                         if ep == width_ep:
-                            cases += [Case(**system, category="width", F=F)
-                                      for F in (1536, 3072, 6144)]  # fmt: skip
+                            cases += [
+                                Case(**system, category="width", F=F) for F in (1536, 3072, 6144)
+                            ]
                         if mode == "training":
-                            cases += [Case(**system, category="packing", profile=profile)
-                                      for profile in PROFILES]  # fmt: skip
+                            cases += [
+                                Case(**system, category="packing", profile=profile)
+                                for profile in PROFILES
+                            ]
     return sorted(
-        cases,
-        key=lambda c: (c.mode, str(c.ep), c.precision, c.pipeline, c.category, c.label, c.F),
+        cases, key=lambda c: (c.mode, str(c.ep), c.precision, c.pipeline, c.category, c.label, c.F)
     )
 
 
@@ -276,18 +286,29 @@ def local_matrix(
     for backend, pipeline, precision in systems:
         for mode in MODES:
             system: dict[str, Any] = {
-                "backend": backend, "mode": mode, "ep": ep, "precision": precision,
-                "pipeline": pipeline, "F": 128, **LOCAL_SHAPE,
-            }  # fmt: skip
+                "backend": backend,
+                "mode": mode,
+                "ep": ep,
+                "precision": precision,
+                "pipeline": pipeline,
+                "F": 128,
+                **LOCAL_SHAPE,
+            }
             cases += [Case(**system, imbalance=float(i)) for i in dict.fromkeys((1, ep))]
             cases += [Case(**system | {"F": F}, category="width") for F in (64, 128)]
             if mode == "training":
                 slots = (2.5, 0.5) if backend == "dist_moe" else (2.5,)
                 cases += [
-                    Case(**system, category="packing", profile=f"{name}{ep}", slotFactor=slot,
-                         factors=scaled_profile(name, ep))
-                    for slot in slots for name in PROFILES
-                ]  # fmt: skip
+                    Case(
+                        **system,
+                        category="packing",
+                        profile=f"{name}{ep}",
+                        slotFactor=slot,
+                        factors=scaled_profile(name, ep),
+                    )
+                    for slot in slots
+                    for name in PROFILES
+                ]
             if backend == "dist_moe" and ep > 1:
                 cases += [Case(**system | {"ep": 1, "F": F}, category="width") for F in (64, 128)]
     return sorted(cases, key=lambda case: case.ep)

@@ -82,8 +82,9 @@ def parse_json(content: str | bytes, place: str | Path) -> Any:
 
     text = content if isinstance(content, str) else _decoded(content, place)
     try:
-        found = json.loads(text, parse_constant=constant, parse_float=real, parse_int=whole,
-                           object_pairs_hook=once)  # fmt: skip
+        found = json.loads(
+            text, parse_constant=constant, parse_float=real, parse_int=whole, object_pairs_hook=once
+        )
         _check_depth(found, MAX_DEPTH)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"

@@ -134,8 +134,14 @@ def case_routes(case: Case, layer: int = 0, seed: int = 0) -> Routes:
     """Routing of a layer of a case: its factor, which a profile gives for each layer."""
     layer = check_whole("layer", layer, 0, case.layers - 1)
     seed = check_whole("seed", seed, 0, 2**40)
-    return route(T=case.T, K=case.K, E=case.E, ep=case.ep, factor=case.factors[layer],
-                 seed=seed * 1_000_003 + layer)  # fmt: skip
+    return route(
+        T=case.T,
+        K=case.K,
+        E=case.E,
+        ep=case.ep,
+        factor=case.factors[layer],
+        seed=seed * 1_000_003 + layer,
+    )
 
 
 def trace_routes(
@@ -169,8 +175,10 @@ def trace_routes(
         token, k = np.argwhere(bad)[0]
         raise InputError(f"trace id={table[token, k]} of token {token} must be 0 to E-1={E - 1}")
     if (repeats := (ordered[:, 1:] == ordered[:, :-1]).any(1)).any():
-        raise InputError(f"trace ids={table[repeats.argmax()].tolist()} of token {repeats.argmax()}"
-                         " must not repeat in a token")  # fmt: skip
+        raise InputError(
+            f"trace ids={table[repeats.argmax()].tolist()} of token {repeats.argmax()}"
+            " must not repeat in a token"
+        )
     chosen = table.astype(np.int32).reshape(ep, T, K)
     if scores is None:
         return Routes(chosen, _scores(np.random.PCG64(seed), ep, T, K))

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from workbench.bench.job import Protocol, Settings
+from workbench.bench.job import Settings, TimingProtocol
 from workbench.bench.matrix import load_matrix
-from workbench.bench.own import read_record
-from workbench.bench.schema import OwnRecord
 from workbench.bench.sweep import Progress, Sweep, open_sweep, run_sweep
+from workbench.records.record import read_record
+from workbench.records.schema import OwnRecord
 
-QUICK = Settings(protocol=Protocol(warmups=1, windows=2, iterations=2))
+QUICK = Settings(protocol=TimingProtocol(warmups=1, windows=2, iterations=2))
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,16 @@ class SlurmNode:
             host=host, folder=folder, ports=_free_ports(2), cpus=len(os.sched_getaffinity(0))
         )
         (folder / "slurm.conf").write_text(text)
-        self._run("munged", "--foreground", "--force", f"--socket={folder}/munge.socket",
-                  f"--key-file={folder}/munge.key", f"--pid-file={folder}/munged.pid",
-                  f"--log-file={folder}/munged.log",
-                  f"--seed-file={folder}/munged.seed")  # fmt: skip
+        self._run(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={folder}/munge.socket",
+            f"--key-file={folder}/munge.key",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/munged.log",
+            f"--seed-file={folder}/munged.seed",
+        )
         _until(lambda: (folder / "munge.socket").exists(), "munge starts")
         self._run("slurmctld", "-D", "-c")
         _until(lambda: self._says("scontrol", "ping").find("UP") > 0, "slurmctld answers")
@@ -86,13 +92,18 @@ class SlurmNode:
     def _run(self, name: str, *arguments: str) -> None:
         with (self.folder / f"{name}.out").open("wb") as out:
             self._daemons.append(
-                subprocess.Popen([needs.program(name), *arguments], stdout=out, stderr=out,
-                                 env=os.environ | self.environment)
-            )  # fmt: skip
+                subprocess.Popen(
+                    [needs.program(name), *arguments],
+                    stdout=out,
+                    stderr=out,
+                    env=os.environ | self.environment,
+                )
+            )
 
     def _says(self, *command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=False,
-                              env=os.environ | self.environment)  # fmt: skip
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | self.environment
+        )
         return done.stdout
 
 

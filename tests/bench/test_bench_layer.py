@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from workbench.kernels.catalogue import OPS
 
-from workbench.bench import layer as bench
+from workbench.bench import layer_bench as bench
 from workbench.errors import InputError
 
 SHAPE = {"T": 64, "D": 64, "F": 32, "E": 4, "K": 2}

@@ -14,7 +14,7 @@ from slurm_node import SlurmNode
 
 from tests import needs
 from workbench.bench.matrix import load_matrix
-from workbench.bench.own import read_record
+from workbench.records.record import read_record
 
 COMMAND = [sys.executable, "-m", "workbench.cli", "sweep"]
 SHORT = ["--warmups=0", "--windows=1", "--iterations=1", "--ranks=2"]
@@ -52,8 +52,15 @@ def content(folder: Path) -> dict[str, object]:
     for path in sorted((folder / "records").glob("*.record.json")):
         record = read_record(path)
         told = record.provenance or {}
-        found[record.id] = (record.status, told["checked"], told["traffic"], told["launches"],
-                            told["routeTableRows"], told["plan"], record.capacity)  # fmt: skip
+        found[record.id] = (
+            record.status,
+            told["checked"],
+            told["traffic"],
+            told["launches"],
+            told["routeTableRows"],
+            told["plan"],
+            record.capacity,
+        )
     return found
 
 
@@ -67,23 +74,36 @@ def test_slurm_submit_cancel_resume(slurm: SlurmNode, matrix: Path, tmp_path: Pa
         assert time.monotonic() < end
         assert first.poll() is None
         time.sleep(0.01)
-    (job,) = subprocess.run(["squeue", "-h", "-o", "%i"], env=environment, text=True,
-                            capture_output=True, check=True).stdout.split()  # fmt: skip
+    (job,) = subprocess.run(
+        ["squeue", "-h", "-o", "%i"], env=environment, text=True, capture_output=True, check=True
+    ).stdout.split()
     subprocess.run(["scancel", "--full", job], env=environment, check=True)
     assert first.wait(60) == 1
     assert f"SLURM job {job} ended with" in (first.stderr.read() if first.stderr else "")
-    done = {p: p.stat().st_mtime_ns for p in out.glob("records/*.record.json")
-            if read_record(p).status == "ok"}  # fmt: skip
+    done = {
+        p: p.stat().st_mtime_ns
+        for p in out.glob("records/*.record.json")
+        if read_record(p).status == "ok"
+    }
     assert 0 < len(done) < 16
-    again = subprocess.run([*COMMAND, "--out", str(out), "--resume", "--slurm", *SHORT[-1:]],
-                           env=environment, capture_output=True, text=True, check=False,
-                           timeout=120)  # fmt: skip
+    again = subprocess.run(
+        [*COMMAND, "--out", str(out), "--resume", "--slurm", *SHORT[-1:]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert again.returncode == 0, again.stderr
     assert "16 of 16 cases measured, 0 failed" in again.stdout
     assert all(path.stat().st_mtime_ns == written for path, written in done.items())
     direct = tmp_path / "direct"
-    subprocess.run([*COMMAND, str(matrix), "--out", str(direct), *SHORT], check=True,
-                   capture_output=True, timeout=120)  # fmt: skip
+    subprocess.run(
+        [*COMMAND, str(matrix), "--out", str(direct), *SHORT],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert content(out) == content(direct)
     assert len(content(out)) == 16
     script = (out / "sweep.sbatch").read_text()
@@ -100,17 +120,27 @@ def test_slurm_requeue_goes_on(slurm: SlurmNode, matrix: Path, tmp_path: Path) -
         assert time.monotonic() < end
         assert watcher.poll() is None
         time.sleep(0.01)
-    (job,) = subprocess.run(["squeue", "-h", "-o", "%i"], env=environment, text=True,
-                            capture_output=True, check=True).stdout.split()  # fmt: skip
+    (job,) = subprocess.run(
+        ["squeue", "-h", "-o", "%i"], env=environment, text=True, capture_output=True, check=True
+    ).stdout.split()
     subprocess.run(["scontrol", "requeue", job], env=environment, check=True)
     # a requeued job is held back for two minutes unless it is told to begin now
     end = time.monotonic() + 60
-    while "PENDING" not in subprocess.run(["squeue", "-h", "-o", "%T"], env=environment, text=True,
-                                          capture_output=True, check=True).stdout:  # fmt: skip
+    while (
+        "PENDING"
+        not in subprocess.run(
+            ["squeue", "-h", "-o", "%T"],
+            env=environment,
+            text=True,
+            capture_output=True,
+            check=True,
+        ).stdout
+    ):
         assert time.monotonic() < end
         time.sleep(0.1)
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=environment,
-                   check=True)  # fmt: skip
+    subprocess.run(
+        ["scontrol", "update", f"JobId={job}", "StartTime=now"], env=environment, check=True
+    )
     told, _ = watcher.communicate(timeout=120)
     assert watcher.returncode == 0
     assert "16 of 16 cases measured, 0 failed" in told
@@ -118,18 +148,22 @@ def test_slurm_requeue_goes_on(slurm: SlurmNode, matrix: Path, tmp_path: Path) -
 
 def test_slurm_that_is_not_there(matrix: Path, tmp_path: Path) -> None:
     command = [*COMMAND, str(matrix), "--slurm", *SHORT, "--out", str(tmp_path / "a")]
-    nothing = subprocess.run(command, text=True, check=False,
-                             capture_output=True,
-                             env=os.environ | {"PATH": "/nowhere"})  # fmt: skip
+    nothing = subprocess.run(
+        command, text=True, check=False, capture_output=True, env=os.environ | {"PATH": "/nowhere"}
+    )
     assert nothing.returncode == 2
     assert nothing.stderr == "error: --slurm needs sbatch on the PATH, and there is none\n"
 
 
 def test_slurm_that_refuses(slurm: SlurmNode, matrix: Path, tmp_path: Path) -> None:
     command = [*COMMAND, str(matrix), "--slurm", *SHORT, "--out", str(tmp_path / "b")]
-    refused = subprocess.run([*command, "--sbatch=--partition=gone"], text=True, check=False,
-                             capture_output=True,
-                             env=os.environ | slurm.environment)  # fmt: skip
+    refused = subprocess.run(
+        [*command, "--sbatch=--partition=gone"],
+        text=True,
+        check=False,
+        capture_output=True,
+        env=os.environ | slurm.environment,
+    )
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"error: sbatch refused {tmp_path}/b/sweep.sbatch: ")
     assert "partition" in refused.stderr
@@ -150,8 +184,20 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
     try:
         for name in names:
             needs.permitted("ip", "netns", "add", name)
-        ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1],
-           "netns", names[1])  # fmt: skip
+        ip(
+            "link",
+            "add",
+            names[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            names[1],
+            "netns",
+            names[1],
+        )
         for n, name in enumerate(names):
             # what `ip netns exec` lays over /etc/hosts: hosts know one another's names
             own = Path("/etc/netns", name)
@@ -174,13 +220,35 @@ def test_two_hosts_meet_by_rendezvous(
     out = tmp_path / "two"
     started = []
     for name, address in hosts:
-        own = [*COMMAND, str(matrix), "--out", str(out), *SHORT, "--nnodes=2",
-               f"--rdzv={hosts[0][1]}:29411", f"--local-addr={address}"]  # fmt: skip
-        entered = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c",
-                   f'hostname {name}; exec "$@"', "sh", *own]  # fmt: skip
+        own = [
+            *COMMAND,
+            str(matrix),
+            "--out",
+            str(out),
+            *SHORT,
+            "--nnodes=2",
+            f"--rdzv={hosts[0][1]}:29411",
+            f"--local-addr={address}",
+        ]
+        entered = [
+            "ip",
+            "netns",
+            "exec",
+            name,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f'hostname {name}; exec "$@"',
+            "sh",
+            *own,
+        ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": name}
-        started.append(subprocess.Popen(entered, env=environment, stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True))  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                entered, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
         time.sleep(0.5)
     told = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [1, 1], told  # fused cases failed

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from workbench.bench.compare import compare, ratio_interval, verdict
-from workbench.bench.own import make_record, read_record, write_record
 from workbench.case import local_matrix
 from workbench.errors import InputError
+from workbench.records.record import make_record, read_record, write_record
 
 CASES = local_matrix()[4:8]
 
@@ -17,9 +17,11 @@ def write_run(folder, windows, cases=CASES, device="CPU test", **found):
     for case in cases:
         ms = float(np.median(windows))
         own = {
-            "iterationMS": ms, "forwardMS": ms, "backwardMS": ms,
+            "iterationMS": ms,
+            "forwardMS": ms,
+            "backwardMS": ms,
             "samples": {"slowestRank": {"iteration": list(windows)}},
-        }  # fmt: skip
+        }
         record = make_record(case, device, own | found, {})
         write_record(record, folder / f"{case.id}.record.json")
     return folder
@@ -28,10 +30,15 @@ def write_run(folder, windows, cases=CASES, device="CPU test", **found):
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
-        (0.99, 1.01, "same"), (1.001, 1.01, "same"), (0.8, 0.9, "faster"), (1.1, 1.3, "slower"),
-        (0.9, 1.1, "undecided"), (0.97, 0.999, "faster"), (0.99, 1.03, "undecided"),
+        (0.99, 1.01, "same"),
+        (1.001, 1.01, "same"),
+        (0.8, 0.9, "faster"),
+        (1.1, 1.3, "slower"),
+        (0.9, 1.1, "undecided"),
+        (0.97, 0.999, "faster"),
+        (0.99, 1.03, "undecided"),
     ],
-)  # fmt: skip
+)
 def test_verdicts(low, high, said):
     assert verdict(low, high) == said
 

@@ -7,17 +7,26 @@ import pytest
 import torch
 
 from workbench.bench import gate, measure
-from workbench.bench.job import Protocol, Settings
-from workbench.bench.subject import Draws, Subject
-from workbench.bench.traffic import between, routed_bytes
+from workbench.bench.case_layers import CaseLayers, SeededInputs
+from workbench.bench.job import Settings, TimingProtocol
+from workbench.bench.meter import between, routed_bytes
 from workbench.case import Case
 from workbench.moe.group import VirtualGroup
 
 CASE = Case(
-    backend="dist_moe", mode="training", ep=1, precision="bf16", pipeline="standard", F=48, T=17,
-    D=32, E=4, K=2, sharedExperts=1,
-)  # fmt: skip
-QUICK = Settings(protocol=Protocol(warmups=0, windows=1, iterations=1))
+    backend="dist_moe",
+    mode="training",
+    ep=1,
+    precision="bf16",
+    pipeline="standard",
+    F=48,
+    T=17,
+    D=32,
+    E=4,
+    K=2,
+    sharedExperts=1,
+)
+QUICK = Settings(protocol=TimingProtocol(warmups=0, windows=1, iterations=1))
 
 
 @pytest.fixture
@@ -50,13 +59,13 @@ SPOILED = {"x": "dx", "scores": "dscores", "w13": "dw13", "w2": "dw2", "shared_w
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_wrong_gradient_is_not_timed(monkeypatch, no_clock, name):
-    backward = Subject.backward
+    backward = CaseLayers.backward
 
     def spoiled(self):
         backward(self)
         self.gradients[0][name] = self.gradients[0][name] * 1.05
 
-    monkeypatch.setattr(Subject, "backward", spoiled)
+    monkeypatch.setattr(CaseLayers, "backward", spoiled)
     record = run()
     assert (record.status, record.iterationMS) == ("failed", None)
     told, _, rest = record.reason.partition(": relative error ")
@@ -69,20 +78,20 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch, no_clock, name):
 def test_a_wrong_output_is_not_timed(monkeypatch, no_clock, spoil, full):
     if not full:
         monkeypatch.setattr(gate, "FULL_FLOP", 0)
-    forward = Subject.forward
+    forward = CaseLayers.forward
 
     def spoiled(self):
         forward(self)
         self.y[0] = spoil(self.y[0])
 
-    monkeypatch.setattr(Subject, "forward", spoiled)
+    monkeypatch.setattr(CaseLayers, "forward", spoiled)
     record = run(replace(CASE, mode="inference"))
     assert record.status == "failed"
     assert "GateError: rank 0: y: relative error" in record.reason
 
 
 def test_outputs_that_change_while_timed_fail(monkeypatch):
-    forward, calls = Subject.forward, []
+    forward, calls = CaseLayers.forward, []
 
     def drifting(self):
         forward(self)
@@ -90,7 +99,7 @@ def test_outputs_that_change_while_timed_fail(monkeypatch):
         if len(calls) > 1:
             self.y[0] = self.y[0] + 1
 
-    monkeypatch.setattr(Subject, "forward", drifting)
+    monkeypatch.setattr(CaseLayers, "forward", drifting)
     record = run(replace(CASE, mode="inference"))
     assert record.reason == "GateError: outputs of ranks [0] changed while they were timed"
 
@@ -98,8 +107,9 @@ def test_outputs_that_change_while_timed_fail(monkeypatch):
 def test_a_case_that_cannot_run_is_a_record_with_its_reason():
     record = run(replace(CASE, pipeline="mega", precision="mxfp8"))
     assert (record.status, record.reason) == (
-        "failed", "InputError: precision=mxfp8 must be bf16 here"
-    )  # fmt: skip
+        "failed",
+        "InputError: precision=mxfp8 must be bf16 here",
+    )
     crowded = replace(CASE, scratchFactor=0.5)
     assert run(crowded).reason == (
         "CapacityError: rank 0: rows needed=34 must be at most rows available=17"
@@ -108,13 +118,13 @@ def test_a_case_that_cannot_run_is_a_record_with_its_reason():
 
 
 def test_draws_depend_on_seed_and_stream_alone():
-    a, b, other = Draws(CASE, 3), Draws(CASE, 3), Draws(CASE, 4)
+    a, b, other = SeededInputs(CASE, 3), SeededInputs(CASE, 3), SeededInputs(CASE, 4)
     assert all(torch.equal(x, y) for x, y in zip(a.expert(0, 2), b.expert(0, 2), strict=True))
     assert torch.equal(a.tokens(0)[0], b.tokens(0)[0])
     assert not torch.equal(a.tokens(0)[0], a.tokens(1)[0])
     assert not torch.equal(a.tokens(0)[0], other.tokens(0)[0])
     assert not torch.equal(a.expert(0, 2)[0], a.expert(1, 2)[0])
-    w13, w2 = Draws(replace(CASE, D=256, F=512), 0).expert(0, 0)
+    w13, w2 = SeededInputs(replace(CASE, D=256, F=512), 0).expert(0, 0)
     assert w13.float().std().item() == pytest.approx(256**-0.5, rel=0.02)
     assert w2.float().std().item() == pytest.approx(512**-0.5, rel=0.02)
 
@@ -132,7 +142,8 @@ def test_scale_up_and_scale_out_are_apart():
     bytes_ = np.arange(16).reshape(4, 4)
     found = between(bytes_, ["a", "a", "b", "b"])
     assert found == {
-        "sentScaleUp": [1, 4, 11, 14], "receivedScaleUp": [4, 1, 14, 11],
+        "sentScaleUp": [1, 4, 11, 14],
+        "receivedScaleUp": [4, 1, 14, 11],
         "sentScaleOut": [2 + 3, 6 + 7, 8 + 9, 12 + 13],
         "receivedScaleOut": [8 + 12, 9 + 13, 2 + 6, 3 + 7],
-    }  # fmt: skip
+    }

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from workbench.bench.record import export_results, load_table
 from workbench.case import Case, case_table
 from workbench.model.cost import cost_table
+from workbench.moe.arena import plan_ours
 from workbench.moe.config import MoEConfig
-from workbench.moe.plan_ours import plan_ours
-from workbench.report.report import ReportParameters, open_report
+from workbench.records.results import export_results, load_table
+from workbench.report.study_report import ReportParameters, open_report
 from workbench.routing import case_routes, rows_by_rank
 
 PACKING_SLOTS = {2.5, 0.5}
@@ -155,19 +155,26 @@ def test_mean_bytes_sent_are_within_half_a_percent_of_the_wire_model(local_run):
 
 
 def test_capacity_is_what_happened_and_equals_the_plan(local_run):
-    cases = [c for c in local_run.sweep.cases if c.category == "packing"
-             and c.pipeline == "standard"]  # fmt: skip
+    cases = [
+        c for c in local_run.sweep.cases if c.category == "packing" and c.pipeline == "standard"
+    ]
     assert {c.slotFactor for c in cases} == PACKING_SLOTS
     for case in cases:
         plan, (held, again) = plan_ours(MoEConfig.from_case(case)), _packed(case)
         found = local_run.records[case.id].capacity
         scratch = [r.nbytes for r in plan.regions.values() if r.part == "scratch"]
         assert found == {
-            "slotBytes": plan.slot_bytes, "slotFactor": case.slotFactor,
-            "scratchBytes": sum(scratch), "scratchFactor": 8.0, "hostScratchBytes": 0, "slots": 1,
-            "savedRank0Bytes": held[0], "maxSavedRankBytes": max(held),
-            "capacityRecomputeFlags": sum(again), "inspectedRankLayers": 20,
-        }  # fmt: skip
+            "slotBytes": plan.slot_bytes,
+            "slotFactor": case.slotFactor,
+            "scratchBytes": sum(scratch),
+            "scratchFactor": 8.0,
+            "hostScratchBytes": 0,
+            "slots": 1,
+            "savedRank0Bytes": held[0],
+            "maxSavedRankBytes": max(held),
+            "capacityRecomputeFlags": sum(again),
+            "inspectedRankLayers": 20,
+        }
         assert (sum(again) > 0) == (case.slotFactor == 0.5)
         bytes_ = local_run.records[case.id].provenance["plan"]
         assert bytes_["measuredArenaBytes"] == bytes_["arenaBytes"] == plan.arena_bytes
@@ -206,8 +213,12 @@ def test_the_report_shows_the_run(local_run):
     report = open_report(ReportParameters(results=str(local_run.sweep.folder.path)))
     assert len(report.table) == len(local_run.sweep.cases)
     shown = report.figures["imbalance"]
-    times = {round(y, 9) for trace in shown.data for y in (trace.y if trace.y is not None else ())
-             if isinstance(y, float)}  # fmt: skip
+    times = {
+        round(y, 9)
+        for trace in shown.data
+        for y in (trace.y if trace.y is not None else ())
+        if isinstance(y, float)
+    }
     single = [r.iterationMS for r in local_run.records.values() if r.category == "single_layer"]
     assert {round(t, 9) for t in single} <= times
 

@@ -33,11 +33,15 @@ def test_lists_and_excludes(yaml_file):
     )
     found = {(c.pipeline, c.mode, c.ep, c.imbalance, c.F) for c in load_matrix(path)}
     assert found == {
-        ("standard", "inference", 1, 1, 64), ("standard", "training", 1, 1, 64),
-        ("standard", "inference", 2, 1, 64), ("standard", "training", 2, 1, 64),
-        ("standard", "inference", 2, 2, 64), ("standard", "training", 2, 2, 64),
-        ("alltoall", "inference", 2, 1, 64), ("alltoall", "inference", 2, 2, 64),
-    }  # fmt: skip
+        ("standard", "inference", 1, 1, 64),
+        ("standard", "training", 1, 1, 64),
+        ("standard", "inference", 2, 1, 64),
+        ("standard", "training", 2, 1, 64),
+        ("standard", "inference", 2, 2, 64),
+        ("standard", "training", 2, 2, 64),
+        ("alltoall", "inference", 2, 1, 64),
+        ("alltoall", "inference", 2, 2, 64),
+    }
 
 
 def test_profiles_of_one_s_own(yaml_file):

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from workbench.bench.job import Protocol, Settings
-from workbench.bench.launch import Launch
+from workbench.bench.job import Settings, TimingProtocol
+from workbench.bench.launch import Hosts
 from workbench.bench.matrix import load_matrix
-from workbench.bench.own import make_record, write_record
 from workbench.bench.sweep import Sweep, open_sweep
 from workbench.errors import InputError
-from workbench.report.sweep_report import SweepParameters, measure
+from workbench.records.record import make_record, write_record
+from workbench.runner.notebook_sweep import SweepParameters, measure
 
 CLI = [sys.executable, "-m", "workbench.cli"]
-KEPT = Settings(protocol=Protocol(warmups=0, windows=2, iterations=3), seed=5)
+KEPT = Settings(protocol=TimingProtocol(warmups=0, windows=2, iterations=3), seed=5)
 MATRIX = """
 pipeline: standard
 mode: [inference, training]
@@ -56,8 +56,9 @@ def done(tmp_path: Path, matrix: Path) -> Path:
 
 
 def command(*options: object) -> "subprocess.CompletedProcess[str]":
-    told = subprocess.run([*CLI, "sweep", *map(str, options)], capture_output=True, text=True,
-                          check=False, timeout=60)  # fmt: skip
+    told = subprocess.run(
+        [*CLI, "sweep", *map(str, options)], capture_output=True, text=True, check=False, timeout=60
+    )
     assert "Traceback" not in told.stderr
     return told
 
@@ -101,8 +102,14 @@ def test_all_that_differs_is_named(done: Path) -> None:
 
 
 def test_equal_options_and_none_are_fine(done: Path, matrix: Path) -> None:
-    equal = ["--windows=2", "--warmups=0", "--iterations=3", "--seed=5", "--device=cpu",
-             "--limit-s=60"]  # fmt: skip
+    equal = [
+        "--windows=2",
+        "--warmups=0",
+        "--iterations=3",
+        "--seed=5",
+        "--device=cpu",
+        "--limit-s=60",
+    ]
     for options in ([], [matrix], equal, [matrix, *equal]):
         told = command("--resume", "--out", done, "--ranks=2", *options)
         assert told.returncode == 0, told.stderr
@@ -138,8 +145,16 @@ def test_the_same_from_python_and_from_the_notebook(done: Path, matrix: Path) ->
     with pytest.raises(InputError, match=text):
         open_sweep(done, cases, settings=other, ranks=2, resume=True)
     assert open_sweep(done, cases, settings=KEPT, ranks=2, resume=True).settings == KEPT
-    given = {"matrix": str(matrix), "sweep_dir": str(done), "ranks": 2, "warmups": 0,
-             "iterations": 3, "seed": 5, "limit_s": 60.0, "out_dir": str(done)}  # fmt: skip
+    given = {
+        "matrix": str(matrix),
+        "sweep_dir": str(done),
+        "ranks": 2,
+        "warmups": 0,
+        "iterations": 3,
+        "seed": 5,
+        "limit_s": 60.0,
+        "out_dir": str(done),
+    }
     with pytest.raises(InputError, match=text):
         measure(SweepParameters.model_validate(given | {"windows": 4}), done)
     with pytest.raises(InputError, match="was measured with limit_s=60, not limit_s=61"):
@@ -149,12 +164,12 @@ def test_the_same_from_python_and_from_the_notebook(done: Path, matrix: Path) ->
 
 def test_a_second_run_is_resumed_in_its_own_environment(done: Path, tmp_path: Path) -> None:
     cases = open_sweep(done, ranks=2, resume=True).cases
-    launch = Launch(environment=(("OMP_NUM_THREADS", "2"),))
+    hosts = Hosts(environment=(("OMP_NUM_THREADS", "2"),))
     b = tmp_path / "b"
-    finish(open_sweep(b, cases, settings=KEPT, ranks=2, limit_s=60, launch=launch))
+    finish(open_sweep(b, cases, settings=KEPT, ranks=2, limit_s=60, hosts=hosts))
     state = json.loads((b / "sweep.json").read_text())
     assert state["environment"] == {"OMP_NUM_THREADS": "2"}
-    assert open_sweep(b, ranks=2, resume=True).launch.environment == launch.environment
+    assert open_sweep(b, ranks=2, resume=True).hosts.environment == hosts.environment
     pair = ["--resume", "--out", done, "--beside", b, "--ranks=2"]
     assert command(*pair).returncode == 0
     assert command(*pair, "--beside-env", "OMP_NUM_THREADS=2").returncode == 0

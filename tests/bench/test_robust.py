@@ -14,13 +14,13 @@ from conftest import QUICK
 
 from tests import needs
 from workbench.bench.interleave import run_pair
-from workbench.bench.job import Protocol, Settings
-from workbench.bench.launch import Launch
+from workbench.bench.job import Settings, TimingProtocol
+from workbench.bench.launch import Hosts
 from workbench.bench.matrix import load_matrix
-from workbench.bench.own import read_record
 from workbench.bench.sweep import SweepError, alone, open_sweep, run_sweep
 from workbench.case import Case
 from workbench.errors import InputError
+from workbench.records.record import read_record
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "06_sweep.ipynb"
 CLI = [sys.executable, "-m", "workbench.cli"]
@@ -76,8 +76,11 @@ def processes(marks: str) -> dict[int, str]:
 
 
 def ranks_of(out: Path) -> list[int]:
-    return [pid for pid, line in processes(str(out)).items()
-            if "bench.worker" in line and "bench.elastic" not in line]  # fmt: skip
+    return [
+        pid
+        for pid, line in processes(str(out)).items()
+        if "bench.worker" in line and "bench.elastic" not in line
+    ]
 
 
 def start(matrix: Path, out: Path) -> "subprocess.Popen[str]":
@@ -131,8 +134,11 @@ def test_a_killed_rank(matrix: Path, tmp_path: Path, seed: int) -> None:
         os.kill(pid, signal.SIGKILL)
     driver.communicate(timeout=90)
     assert driver.returncode in (0, 1)  # the sweep went on by itself
-    failed = [r for path in (out / "records").glob("*.record.json")
-              if (r := read_record(path)).status == "failed"]  # fmt: skip
+    failed = [
+        r
+        for path in (out / "records").glob("*.record.json")
+        if (r := read_record(path)).status == "failed"
+    ]
     assert all("ended by SIGKILL" in str(record.reason) for record in failed)
     assert len(failed) <= 1
     resumed_well(out, matrix)
@@ -199,8 +205,15 @@ def test_a_truncated_record(lone_matrix: Path, tmp_path: Path, seed: int) -> Non
 @pytest.mark.parametrize("seed", range(2))
 def test_a_killed_notebook_kernel(matrix: Path, tmp_path: Path, seed: int) -> None:
     out, run = tmp_path / "run", tmp_path / "executed"
-    given = {"matrix": matrix, "sweep_dir": out, "ranks": 2, "warmups": 0, "windows": 1,
-             "iterations": 40, "formats": "[]"}  # fmt: skip
+    given = {
+        "matrix": matrix,
+        "sweep_dir": out,
+        "ranks": 2,
+        "warmups": 0,
+        "windows": 1,
+        "iterations": 40,
+        "formats": "[]",
+    }
     command = [*CLI, "run", str(NOTEBOOK), "--out", str(run)]
     for name, value in given.items():
         command += ["-p", f"{name}={value}"]
@@ -224,12 +237,22 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-CASE = Case(backend="dist_moe", mode="training", ep=2, precision="bf16", pipeline="standard", F=16,
-            T=8, D=16, E=4, K=2)  # fmt: skip
+CASE = Case(
+    backend="dist_moe",
+    mode="training",
+    ep=2,
+    precision="bf16",
+    pipeline="standard",
+    F=16,
+    T=8,
+    D=16,
+    E=4,
+    K=2,
+)
 
 
 def test_a_hang_ends_with_the_stacks_of_every_rank(tmp_path: Path) -> None:
-    endless = Settings(protocol=Protocol(warmups=0, windows=1, iterations=10**8))
+    endless = Settings(protocol=TimingProtocol(warmups=0, windows=1, iterations=10**8))
     sweep = open_sweep(tmp_path / "run", [CASE], settings=endless, ranks=2, limit_s=2.0)
     final = run_sweep(sweep)
     assert (final.done, final.failed) == (1, 1)
@@ -246,7 +269,7 @@ def test_a_hang_ends_with_the_stacks_of_every_rank(tmp_path: Path) -> None:
 def test_a_stopped_rank_does_not_hold_the_sweep_for_ever(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("workbench.bench.launch.GRACE_S", 2.0)
     monkeypatch.setattr("workbench.bench.launch.END_S", 0.5)
-    endless = Settings(protocol=Protocol(warmups=0, windows=1, iterations=10**8))
+    endless = Settings(protocol=TimingProtocol(warmups=0, windows=1, iterations=10**8))
     sweep = open_sweep(tmp_path / "run", [CASE], settings=endless, ranks=2, limit_s=2.0)
 
     def stop(progress) -> None:
@@ -261,8 +284,8 @@ def test_a_stopped_rank_does_not_hold_the_sweep_for_ever(tmp_path: Path, monkeyp
 
 
 def test_ranks_that_cannot_be_started(tmp_path: Path) -> None:
-    broken = Launch(environment=(("GLOO_SOCKET_IFNAME", "no-such-device"),))
-    sweep = open_sweep(tmp_path / "run", [CASE], settings=QUICK, ranks=2, launch=broken)
+    broken = Hosts(environment=(("GLOO_SOCKET_IFNAME", "no-such-device"),))
+    sweep = open_sweep(tmp_path / "run", [CASE], settings=QUICK, ranks=2, hosts=broken)
     with pytest.raises(SweepError, match=r"ranks could not be started: rank \d: .*no-such-device"):
         run_sweep(sweep)
     assert not list(sweep.folder.path.rglob("*.record.json"))
@@ -276,8 +299,9 @@ def test_one_driver_at_a_time(tmp_path: Path) -> None:
 
 def test_two_runs_take_turns(tmp_path: Path) -> None:
     cases = [CASE, Case(**{**CASE.__dict__, "mode": "inference"})]
-    pair = [open_sweep(tmp_path / name, cases, settings=QUICK, ranks=2, limit_s=60)
-            for name in "ab"]  # fmt: skip
+    pair = [
+        open_sweep(tmp_path / name, cases, settings=QUICK, ranks=2, limit_s=60) for name in "ab"
+    ]
     told: list[str] = []
     tell: Callable[..., None] = lambda name, p: p.record and told.append(name)  # noqa: E731
     finals = run_pair(pair[0], pair[1], tell)
@@ -296,8 +320,18 @@ def test_ranks_do_not_outlive_what_started_them(
     lone_matrix: Path, tmp_path: Path, torchrun_too: bool
 ) -> None:
     out = tmp_path / "run"
-    driver = subprocess.Popen([*CLI, "sweep", str(lone_matrix), "--out", str(out), "--ranks=2",
-                               "--warmups=0", "--iterations=100000000"])  # fmt: skip
+    driver = subprocess.Popen(
+        [
+            *CLI,
+            "sweep",
+            str(lone_matrix),
+            "--out",
+            str(out),
+            "--ranks=2",
+            "--warmups=0",
+            "--iterations=100000000",
+        ]
+    )
     end = time.monotonic() + 30
     while not (out / "events.jsonl").exists():
         assert time.monotonic() < end

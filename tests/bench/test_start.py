@@ -10,19 +10,26 @@ import pytest
 
 from workbench.bench import launch as launching
 from workbench.bench import machine, matrix, sweep
-from workbench.bench.job import Folder, Job, Protocol, Settings
-from workbench.bench.launch import JobRun, Launch, run_jobs
+from workbench.bench.job import Folder, Job, Settings, TimingProtocol
+from workbench.bench.launch import Hosts, JobRun, run_jobs
 from workbench.bench.matrix import check_memory, load_matrix
 from workbench.bench.sweep import default_ranks, open_sweep
 from workbench.case import LOCAL_SHAPE, Case, local_matrix
 from workbench.errors import InputError
 
-SETTINGS = Settings(protocol=Protocol(warmups=0, windows=1, iterations=1))
+SETTINGS = Settings(protocol=TimingProtocol(warmups=0, windows=1, iterations=1))
 
 
 def case(**given: object) -> Case:
-    stated = {"backend": "dist_moe", "mode": "inference", "ep": 2, "precision": "bf16",
-              "pipeline": "standard", "F": 64, **LOCAL_SHAPE}  # fmt: skip
+    stated = {
+        "backend": "dist_moe",
+        "mode": "inference",
+        "ep": 2,
+        "precision": "bf16",
+        "pipeline": "standard",
+        "F": 64,
+        **LOCAL_SHAPE,
+    }
     return Case(**stated | given)  # type: ignore[arg-type]
 
 
@@ -60,8 +67,18 @@ def test_the_environment_of_another_launcher_is_not_taken_over(
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "nowhere.invalid:1")
     hosts = ["env", "LOCALDOMAIN=invalid", "unshare", "--uts", "sh", "-c"]
     alone = hosts if subprocess.run([*hosts, "hostname x"], check=False).returncode == 0 else None
-    command = [sys.executable, "-m", "workbench.cli", "sweep", str(_lone(tmp_path)), "--out",
-               str(tmp_path / "s"), "--warmups=0", "--windows=1", "--iterations=1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "workbench.cli",
+        "sweep",
+        str(_lone(tmp_path)),
+        "--out",
+        str(tmp_path / "s"),
+        "--warmups=0",
+        "--windows=1",
+        "--iterations=1",
+    ]
     if alone:  # root in a container that may have a host name of its own
         command = [*alone, f"hostname no-such-host-{os.getpid()} && exec {' '.join(command)}"]
     began = time.monotonic()
@@ -84,26 +101,33 @@ def test_a_start_that_hangs_ends_at_its_own_limit(
     monkeypatch.setattr(launching, "command", lambda *_: ["sleep", "60"])
     job = Job(name="j", cases=(case(),), settings=SETTINGS, limit_s=600.0)
     began = time.monotonic()
-    (ended,) = run_jobs(JobRun(job, Folder(tmp_path), Launch()))
+    (ended,) = run_jobs(JobRun(job, Folder(tmp_path), Hosts()))
     assert time.monotonic() - began < 30
     assert ended.reason.startswith(
         "no rank began within 1 s; they meet at 127.0.0.1, which must be an address of this host"
     )
-    two = Launch(nnodes=2, rdzv="node0:29400")
+    two = Hosts(nnodes=2, rdzv="node0:29400")
     monkeypatch.setattr(launching, "START_S", 0.5)
-    (ended,) = run_jobs(JobRun(Job(name="k", cases=(case(),), settings=SETTINGS, limit_s=1.0),
-                               Folder(tmp_path), two))  # fmt: skip
+    (ended,) = run_jobs(
+        JobRun(
+            Job(name="k", cases=(case(),), settings=SETTINGS, limit_s=1.0), Folder(tmp_path), two
+        )
+    )
     assert ended.reason.startswith("no rank began within 1 s; they meet at rdzv=node0:29400")
     assert "--local-addr" in ended.reason
 
 
 def test_all_that_a_start_depends_on_is_on_its_command_line(tmp_path: Path) -> None:
     job = Job(name="j", cases=(case(),), settings=SETTINGS, limit_s=600.0)
-    found = launching.command(job, tmp_path / "j.json", Folder(tmp_path), Launch())
-    for option in ("--nnodes=1", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
-                   "--nproc-per-node=2"):  # fmt: skip
+    found = launching.command(job, tmp_path / "j.json", Folder(tmp_path), Hosts())
+    for option in (
+        "--nnodes=1",
+        "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+    ):
         assert option in found
-    named = launching.command(job, tmp_path, Folder(tmp_path), Launch(local_addr="10.0.0.7"))
+    named = launching.command(job, tmp_path, Folder(tmp_path), Hosts(local_addr="10.0.0.7"))
     assert "--local-addr=10.0.0.7" in named
     assert "--rdzv-endpoint=10.0.0.7:0" in named
 
@@ -114,10 +138,10 @@ def test_threads_that_are_no_number_are_refused_before_ranks_start(
 ) -> None:
     rule = f"OMP_NUM_THREADS='{value}' in the environment must be an integer of at least 1"
     with pytest.raises(InputError, match=rule):
-        Launch(environment=(("OMP_NUM_THREADS", value),))
+        Hosts(environment=(("OMP_NUM_THREADS", value),))
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     with pytest.raises(InputError, match=rule):
-        Launch()
+        Hosts()
 
 
 def test_what_cannot_be_measured_yet_is_refused_at_once(tmp_path: Path) -> None:
@@ -184,11 +208,13 @@ def test_the_second_of_a_pair_waits_for_the_first_one_s_case(
 ) -> None:
     monkeypatch.setattr(launching, "START_S", 0.3)
     monkeypatch.setattr(launching, "command", lambda *_: ["sleep", "1.5"])
-    turns = [Job(name=f"j{turn}", cases=(case(),), settings=SETTINGS, limit_s=60.0, turn=turn,
-                 turns=2) for turn in (0, 1)]  # fmt: skip
-    (first,) = run_jobs(JobRun(turns[0], Folder(tmp_path), Launch()))
+    turns = [
+        Job(name=f"j{turn}", cases=(case(),), settings=SETTINGS, limit_s=60.0, turn=turn, turns=2)
+        for turn in (0, 1)
+    ]
+    (first,) = run_jobs(JobRun(turns[0], Folder(tmp_path), Hosts()))
     assert first.reason.startswith("no rank began within 0.3 s")
-    (second,) = run_jobs(JobRun(turns[1], Folder(tmp_path), Launch()))
+    (second,) = run_jobs(JobRun(turns[1], Folder(tmp_path), Hosts()))
     assert second.reason == ""
 
 
@@ -207,8 +233,12 @@ LONG = "x" * 300
     ids=lambda arguments: arguments[0],
 )
 def test_a_name_that_the_file_system_refuses_is_one_line(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "workbench.cli", *arguments], text=True,
-                          capture_output=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench.cli", *arguments],
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr[-2000:]
     (line,) = done.stderr.strip().splitlines()[-1:]
     assert line.startswith("error: ")

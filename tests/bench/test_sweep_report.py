@@ -7,26 +7,20 @@ import sys
 import pytest
 
 from tests import needs
-from workbench import sweeping
 from workbench.bench import matrix
-from workbench.bench.record import load_table
 from workbench.bench.sweep import Progress
 from workbench.case import local_matrix
-from workbench.report.draw import figure_data
+from workbench.cli.speed import bench_sweep
+from workbench.records.results import load_table
+from workbench.report.figure_data import figure_data
 from workbench.report.index import add_measured
-from workbench.report.sweep_report import (
-    SweepParameters,
-    line,
-    live_html,
-    measure,
-    open_sweep_report,
-)
+from workbench.report.sweep_report import open_sweep_report
+from workbench.runner.notebook_sweep import SweepParameters, live_html, measure
 
 
 @pytest.fixture(scope="module")
 def report(local_run):
-    given = SweepParameters(formats=["svg"], out_dir="x")
-    return open_sweep_report(given, local_run.sweep.folder.records)
+    return open_sweep_report(local_run.sweep.folder.records, ["svg"])
 
 
 def test_measured_published_and_predicted_stand_in_one_figure(report, local_run):
@@ -37,8 +31,11 @@ def test_measured_published_and_predicted_stand_in_one_figure(report, local_run)
     series = shown[shown["series"] == "dist_moe standard BF16, published, GB300, EP 32"]
     assert series["y"].tolist() == pytest.approx([1, one[4.0] / one[1.0], one[8.0] / one[1.0]])
     mine = shown[shown["series"] == "baseline alltoall BF16, measured, CPU, EP 2"]
-    times = {(r.mode, r.imbalance): r.iterationMS for r in local_run.records.values()
-             if r.pipeline == "alltoall" and r.category == "single_layer"}  # fmt: skip
+    times = {
+        (r.mode, r.imbalance): r.iterationMS
+        for r in local_run.records.values()
+        if r.pipeline == "alltoall" and r.category == "single_layer"
+    }
     wanted = [times[m, 2.0] / times[m, 1.0] for m in ("inference", "training")]
     assert mine.loc[mine["x"] == 2, "y"].tolist() == pytest.approx(wanted)
     assert "dist_moe standard BF16, predicted, GB300, EP 2" in set(shown["series"])
@@ -67,7 +64,7 @@ def test_the_time_model_is_calibrated_on_the_own_records(report):
 def test_records_that_cannot_be_calibrated_say_why(local_run, tmp_path):
     name = next(c.id for c in local_run.sweep.cases if c.ep == 2)
     shutil.copy(local_run.sweep.folder.records / f"{name}.record.json", tmp_path)
-    found = open_sweep_report(SweepParameters(), tmp_path)
+    found = open_sweep_report(tmp_path)
     assert found.calibration is None
     assert found.reason.startswith("ep=2 only: at least two values are needed")
     assert found.fit().empty
@@ -93,7 +90,7 @@ def test_progress_as_a_line_and_as_html(local_run):
     case = local_run.sweep.cases[0]
     record = local_run.records[case.id]
     ended = Progress(done=1, total=3, failed=0, record=record, left_s=12.3)
-    assert line(ended) == f"1/3 {case.id}: {record.iterationMS:.4g} ms, 12 s left"
+    assert ended.line() == f"1/3 {case.id}: {record.iterationMS:.4g} ms, 12 s left"
     bad = record.model_copy(update={"iterationMS": None, "reason": "a < b"})
     failed = Progress(done=2, total=3, failed=1, record=bad)
     page = live_html(Progress(done=2, total=3, failed=1, running="next one"), [ended, failed])
@@ -104,8 +101,15 @@ def test_progress_as_a_line_and_as_html(local_run):
 
 
 def test_a_sweep_from_a_notebook_resumes(local_run, capsys):
-    p = SweepParameters(sweep_dir=str(local_run.sweep.folder.path), ranks=2, out_dir="x",
-                        warmups=1, windows=2, iterations=2, limit_s=120)  # fmt: skip
+    p = SweepParameters(
+        sweep_dir=str(local_run.sweep.folder.path),
+        ranks=2,
+        out_dir="x",
+        warmups=1,
+        windows=2,
+        iterations=2,
+        limit_s=120,
+    )
     assert measure(p, local_run.sweep.folder.path).left() == []
     assert capsys.readouterr().out == ""
 
@@ -113,7 +117,7 @@ def test_a_sweep_from_a_notebook_resumes(local_run, capsys):
 def test_overhead_figures(monkeypatch):
     few = [c for c in local_matrix() if c.ep == 1][:2]
     monkeypatch.setitem(matrix.NAMED, "local", lambda: few)
-    found = sweeping.bench_sweep()
+    found = bench_sweep()
     assert found["cases"] == 2
     assert 0 < found["overhead_median_s"] <= found["overhead_worst_s"]
     assert found["start_s"] > 0

@@ -7,16 +7,25 @@ import pytest
 import torch
 
 from workbench.bench import measure
-from workbench.bench.job import Protocol, Settings
-from workbench.bench.protocol import CpuClock
-from workbench.bench.subject import Subject
+from workbench.bench.case_layers import CaseLayers
+from workbench.bench.job import Settings, TimingProtocol
+from workbench.bench.timing import CpuClock
 from workbench.case import Case
 from workbench.moe.group import VirtualGroup
 
 CASE = Case(
-    backend="dist_moe", mode="training", ep=1, precision="bf16", pipeline="standard", F=48, T=17,
-    D=32, E=4, K=2, sharedExperts=1,
-)  # fmt: skip
+    backend="dist_moe",
+    mode="training",
+    ep=1,
+    precision="bf16",
+    pipeline="standard",
+    F=48,
+    T=17,
+    D=32,
+    E=4,
+    K=2,
+    sharedExperts=1,
+)
 WARMUPS, WINDOWS, ITERATIONS = 1, 2, 3
 LAST = 1 + WARMUPS + WINDOWS * ITERATIONS
 """Number of the last timed iteration; the first is the one that is checked."""
@@ -24,13 +33,15 @@ CHANGED = "GateError: outputs of ranks [0] changed while they were timed"
 
 
 def run(windows=WINDOWS, limit_s=math.inf):
-    settings = Settings(protocol=Protocol(warmups=WARMUPS, windows=windows, iterations=ITERATIONS))
+    settings = Settings(
+        protocol=TimingProtocol(warmups=WARMUPS, windows=windows, iterations=ITERATIONS)
+    )
     return measure.measure_case(CASE, VirtualGroup(1), settings, limit_s)
 
 
 def spoil(monkeypatch, step, at, change):
     """The outputs or gradients of iteration `at` differ; returns the count of iterations."""
-    right, calls = getattr(Subject, step), []
+    right, calls = getattr(CaseLayers, step), []
 
     def spoiled(self):
         right(self)
@@ -38,16 +49,16 @@ def spoil(monkeypatch, step, at, change):
         if len(calls) == at:
             change(self)
 
-    monkeypatch.setattr(Subject, step, spoiled)
+    monkeypatch.setattr(CaseLayers, step, spoiled)
     return calls
 
 
-def other_output(subject):
-    subject.y[0] = subject.y[0] + 2**-8
+def other_output(layers):
+    layers.y[0] = layers.y[0] + 2**-8
 
 
-def other_gradient(subject):
-    subject.gradients[0]["w13"] = subject.gradients[0]["w13"] * 2
+def other_gradient(layers):
+    layers.gradients[0]["w13"] = layers.gradients[0]["w13"] * 2
 
 
 @pytest.mark.parametrize(
@@ -73,13 +84,13 @@ class Replays(CpuClock):
     """Replays into the tensors of one captured iteration, as a CUDA graph does."""
 
     captured = True
-    subject: Subject
+    layers: CaseLayers
     spoiled = False
 
     def prepare(self, steps):
         for step in steps.values():
             step()
-        kept = [[y.clone() for y in self.subject.y], self.subject.y]
+        kept = [[y.clone() for y in self.layers.y], self.layers.y]
         wrong = torch.full_like(kept[0][0], 7.0)
 
         def replay():
@@ -92,13 +103,13 @@ class Replays(CpuClock):
 def test_what_a_replayed_graph_left_is_looked_at(monkeypatch, spoiled):
     clock = Replays()
     clock.spoiled = spoiled
-    made = Subject.__init__
+    made = CaseLayers.__init__
 
     def keep(self, *given):
         made(self, *given)
-        clock.subject = self
+        clock.layers = self
 
-    monkeypatch.setattr(Subject, "__init__", keep)
+    monkeypatch.setattr(CaseLayers, "__init__", keep)
     monkeypatch.setattr(measure, "make_clock", lambda *_: clock)
     record = run()
     if spoiled:

@@ -73,11 +73,19 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         "OMP_NUM_THREADS": "2",
     }
     command = [
-        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
-        f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=",
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        "--IdentityProvider.token=",
         "--ContentsManager.pre_save_hook=workbench.lab.keep_without_outputs",
-        f"--LabApp.app_dir={share / 'lab'}", f"--ServerApp.root_dir={home / 'notebooks'}",
-    ]  # fmt: skip
+        f"--LabApp.app_dir={share / 'lab'}",
+        f"--ServerApp.root_dir={home / 'notebooks'}",
+    ]
     log = home / "lab.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -114,8 +114,12 @@ def test_width(notebook: Notebook) -> None:
     notebook.choose("hardware", "H200")
     other = WidthExplorer(WidthParameters(F=1536, hardware="H200"))
     notebook.wait_text(words(other))
-    notebook.wait_trace("does not run", "dist_moe against mok", "text", [
-        why.split(":")[0] for why in other.table()["runs"].dropna()])  # fmt: skip
+    notebook.wait_trace(
+        "does not run",
+        "dist_moe against mok",
+        "text",
+        [why.split(":")[0] for why in other.table()["runs"].dropna()],
+    )
     assert notebook.trace("this case", "Useful rate over F", "y") == []
     notebook.shot("width-H200", 1300)
     notebook.choose("hardware", "GB300")

@@ -109,9 +109,12 @@ def test_a_trace_is_not_held_to_the_factor_that_it_replaces(tmp_path: Path) -> N
     path = tmp_path / "counts.csv"
     path.write_bytes(csv_of(3, 384))
     for unused in (
-        {"factor": 4.0}, {"factor": -1.0}, {"factor": float("nan")}, {"factors": []},
+        {"factor": 4.0},
+        {"factor": -1.0},
+        {"factor": float("nan")},
+        {"factors": []},
         {"factors": [9.0] * 99},
-    ):  # fmt: skip
+    ):
         given: dict[str, Any] = {"trace": str(path), "ep": 2} | unused
         explorer = ImbalanceExplorer(ImbalanceParameters(**given))
         assert explorer.state.load == "trace"

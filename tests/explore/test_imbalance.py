@@ -9,17 +9,17 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from workbench.bench.record import load_table
 from workbench.case import PROFILES, Case, case_table
 from workbench.errors import InputError
 from workbench.explore.explorer import Explorer
 from workbench.explore.imbalance import ImbalanceExplorer, ImbalanceParameters
-from workbench.explore.imbalance_view import ImbalanceState
+from workbench.explore.loads import ImbalanceState
 from workbench.explore.trace import Trace
 from workbench.hardware import load_hardware
 from workbench.model.calibration import load_calibration
 from workbench.model.roofline import roofline_table
-from workbench.moe.case_plan import layer_table, plan_case
+from workbench.planning.case_plan import layer_table, plan_case
+from workbench.records.results import load_table
 from workbench.report.theme import STYLES
 from workbench.routing import rows_by_expert, rows_by_rank
 
@@ -52,10 +52,16 @@ def cases_of(state: ImbalanceState, factors: tuple[float, ...]) -> list[Case]:
         load = {"imbalance": factors[0], "slotFactor": state.scratchFactor}
     else:
         profile = state.load if state.load in PROFILES else "own"
-        load = {"category": "packing", "profile": profile, "factors": factors,
-                "slotFactor": state.slotFactor}  # fmt: skip
-    return [Case(backend=b, pipeline=p, precision=c, scratchFactor=state.scratchFactor,
-                 **shape, **load) for b, p, c in SYSTEMS]  # fmt: skip
+        load = {
+            "category": "packing",
+            "profile": profile,
+            "factors": factors,
+            "slotFactor": state.slotFactor,
+        }
+    return [
+        Case(backend=b, pipeline=p, precision=c, scratchFactor=state.scratchFactor, **shape, **load)
+        for b, p, c in SYSTEMS
+    ]
 
 
 def check(explorer: ImbalanceExplorer) -> None:
@@ -73,22 +79,31 @@ def check(explorer: ImbalanceExplorer) -> None:
         assert shown == pytest.approx([(share.max(axis=1) * state.ep).max()], abs=slack)
         return
     factors = {"factor": (state.factor,), "table": tuple(state.factors)}.get(
-        state.load, PROFILES.get(state.load, ()))  # fmt: skip
+        state.load, PROFILES.get(state.load, ())
+    )
     cases = cases_of(state, factors)
     mine = SYSTEMS.index(state.system)
     x = sweep_point(spec, state)
     base = np.array(factors)
-    scaled = base * 0 + x if base.max() == 1 or len(factors) == 1 else np.maximum(
-        1 + (x - 1) / (base.max() - 1) * (base - 1), 0)  # fmt: skip
+    scaled = (
+        base * 0 + x
+        if base.max() == 1 or len(factors) == 1
+        else np.maximum(1 + (x - 1) / (base.max() - 1) * (base - 1), 0)
+    )
     swept = cases_of(state, tuple(scaled.tolist()))[mine]
     found = CALIBRATION.predict([*cases, swept], device(state.hardware))
-    for panel, name in (("dist_moe against mok", "iterationMS"),
-                        ("Peak memory", "peakAllocatedGiB")):  # fmt: skip
+    for panel, name in (
+        ("dist_moe against mok", "iterationMS"),
+        ("Peak memory", "peakAllocatedGiB"),
+    ):
         shown = values(spec, panel, "predicted")
         np.testing.assert_array_equal(shown, found[name].to_numpy()[:-1])
     row = found.iloc[mine]
-    curve = drawn(spec, "Predicted time over imbalance", " ".join(
-        [state.backend, state.pipeline, state.precision.upper()]))  # fmt: skip
+    curve = drawn(
+        spec,
+        "Predicted time over imbalance",
+        " ".join([state.backend, state.pipeline, state.precision.upper()]),
+    )
     assert curve["y"][12] == pytest.approx(found["iterationMS"].iloc[-1], rel=1e-12, nan_ok=True)
     check_band(spec, curve, 12, found.iloc[-1])
 
@@ -101,8 +116,11 @@ def check(explorer: ImbalanceExplorer) -> None:
     check_refused(explorer, row, found.iloc[: len(SYSTEMS)])
 
     layers = layer_table(cases[mine])
-    again = layers["paddedRows"] * layers["recomputed"] if state.backend == "dist_moe" else (
-        layers["replayRows"])  # fmt: skip
+    again = (
+        layers["paddedRows"] * layers["recomputed"]
+        if state.backend == "dist_moe"
+        else (layers["replayRows"])
+    )
     once = values(spec, "Busiest rank by layer", "done once")
     assert once == (layers["paddedRows"] - again).tolist()
     if again.any():
@@ -121,8 +139,11 @@ def check(explorer: ImbalanceExplorer) -> None:
 
 
 def sweep_point(spec: Any, state: ImbalanceState) -> float:
-    curve = drawn(spec, "Predicted time over imbalance", " ".join(
-        [state.backend, state.pipeline, state.precision.upper()]))  # fmt: skip
+    curve = drawn(
+        spec,
+        "Predicted time over imbalance",
+        " ".join([state.backend, state.pipeline, state.precision.upper()]),
+    )
     return float(curve["x"][12])
 
 
@@ -155,16 +176,22 @@ def check_refused(explorer: Explorer, row: Any, systems: Any) -> None:
     assert table["runs"].tolist() == systems["runs"].tolist()
     lost = table[table["runs"] != "yes"]
     assert lost[["iterationMS", "iterationLowMS", "iterationHighMS"]].isna().all(axis=None)
-    words = [t for t in explorer.view.spec["data"]
-             if t["meta"] == "dist_moe against mok" and t["name"] == "does not run"]  # fmt: skip
+    words = [
+        t
+        for t in explorer.view.spec["data"]
+        if t["meta"] == "dist_moe against mok" and t["name"] == "does not run"
+    ]
     assert words[0]["text"] == [why.split(":")[0] for why in lost["runs"]]
 
 
 def check_bounds(spec: Any, state: ImbalanceState, cases: list[Case]) -> None:
     """The lines over the ranks are the two plans'."""
-    dist = next(c for s, c in zip(SYSTEMS, cases, strict=True)
-                if s == state.system or (state.backend == "mok" and s[0] == "dist_moe"
-                                         and s[2] == state.precision))  # fmt: skip
+    dist = next(
+        c
+        for s, c in zip(SYSTEMS, cases, strict=True)
+        if s == state.system
+        or (state.backend == "mok" and s[0] == "dist_moe" and s[2] == state.precision)
+    )
     plan: Any = plan_case(dist).reference if dist.backend == "dist_moe" else None
     scratch = values(spec, "Load per rank", "dist_moe scratch (hard)")
     assert scratch == [plan.device_scratch_capacity_rows] * 2
@@ -245,8 +272,13 @@ def walk(explorer: Explorer, steps: int, seed: int, look: Any) -> tuple[int, set
 
 def uploaded(explorer: Explorer, name: str, content: bytes) -> None:
     """Give the upload control a file, as the browser does."""
-    file = {"name": name, "content": content, "size": len(content), "type": "",
-            "last_modified": datetime.now(UTC)}  # fmt: skip
+    file = {
+        "name": name,
+        "content": content,
+        "size": len(content),
+        "type": "",
+        "last_modified": datetime.now(UTC),
+    }
     explorer.upload.set_trait("value", (file,))
 
 
@@ -270,9 +302,13 @@ def test_published_packing_cases_lie_on_the_figure(profile: str, system: str) ->
     check(explorer)
     table = explorer.table()
     backend, pipeline, precision = system.split()
-    case = PUBLISHED[(PUBLISHED.profile == profile) & (PUBLISHED.ep == 32)
-                     & (PUBLISHED.backend == backend) & (PUBLISHED.pipeline == pipeline)
-                     & (PUBLISHED.precision == precision)].iloc[0]  # fmt: skip
+    case = PUBLISHED[
+        (PUBLISHED.profile == profile)
+        & (PUBLISHED.ep == 32)
+        & (PUBLISHED.backend == backend)
+        & (PUBLISHED.pipeline == pipeline)
+        & (PUBLISHED.precision == precision)
+    ].iloc[0]
     shown = table[table["id"] == case["id"]]
     assert shown["iterationMS"].tolist()[-1] == case["iterationMS"]
     assert set(shown["origin"]) <= {"predicted", "published"}
@@ -315,11 +351,19 @@ def test_replacement_gain_is_the_models_at_the_new_load() -> None:
     # 98,304 rows on 12 experts: 8,192 each; the other 372 have 294,912 rows, 792 or 793 each.
     # One hot expert to a rank, and eleven of the others, of 12 * 792 = 9,504 rows: the most is
     # 8,192 + 11 * 793 at the worst
-    factor = max(placed for placed in values(explorer.view.spec, "Load per rank",
-                                             "experts re-placed")) / 12288  # fmt: skip
+    factor = (
+        max(placed for placed in values(explorer.view.spec, "Load per rank", "experts re-placed"))
+        / 12288
+    )
     assert 8192 + 11 * 792 <= factor * 12288 <= 8192 + 11 * 793
-    case = Case(backend="dist_moe", mode="training", ep=32, precision="mxfp8", pipeline="mega",
-                imbalance=factor)  # fmt: skip
+    case = Case(
+        backend="dist_moe",
+        mode="training",
+        ep=32,
+        precision="mxfp8",
+        pipeline="mega",
+        imbalance=factor,
+    )
     again = CALIBRATION.predict([case])["iterationMS"].iloc[0]
     assert row["replacedMS"] == pytest.approx(again, rel=1e-12)
     assert row["replacementGain"] == pytest.approx(1 - again / row["iterationMS"])

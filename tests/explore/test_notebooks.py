@@ -22,8 +22,9 @@ SHAPE: Any = {"E": 64}
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True,
-                          cwd=ROOT, check=False)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, check=False
+    )
 
 
 def texts(notebook: Path) -> str:
@@ -58,9 +59,21 @@ def check_executed(folder: Path, name: str, figure: str, sentence: str) -> None:
 def test_imbalance_with_a_trace_through_workbench_run(tmp_path: Path) -> None:
     trace = tmp_path / "counts.csv"
     np.savetxt(trace, COUNTS, fmt="%d", delimiter=",")
-    done = run("workbench.cli", "run", "notebooks/03_imbalance.ipynb", "--out", str(tmp_path / "o"),
-               "-p", f"trace={trace}", "-p", 'shape={"E": 64}', "-p", "ep=16",
-               "-p", "system=mok native bf16")  # fmt: skip
+    done = run(
+        "workbench.cli",
+        "run",
+        "notebooks/03_imbalance.ipynb",
+        "--out",
+        str(tmp_path / "o"),
+        "-p",
+        f"trace={trace}",
+        "-p",
+        'shape={"E": 64}',
+        "-p",
+        "ep=16",
+        "-p",
+        "system=mok native bf16",
+    )
     assert done.returncode == 0, done.stderr
     (folder,) = (p.parent for p in (tmp_path / "o").glob("*/run.json"))
     explorer = ImbalanceExplorer(
@@ -72,20 +85,41 @@ def test_imbalance_with_a_trace_through_workbench_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "figure", "given", "sentence"),
     [
-        ("03_imbalance", "imbalance", {"load": "B", "slotFactor": 0.5},
-         lambda: ImbalanceExplorer(ImbalanceParameters(load="B", slotFactor=0.5)).sentence()),
-        ("04_width", "width", {"F": 1536, "hardware": "H200"},
-         lambda: WidthExplorer(WidthParameters(F=1536, hardware="H200")).sentence()),
-        ("05_precision", "precision", {"data": "student_t", "metric": "dx"},
-         lambda: PrecisionExplorer(PrecisionParameters(data="student_t", metric="dx")).sentence()),
+        (
+            "03_imbalance",
+            "imbalance",
+            {"load": "B", "slotFactor": 0.5},
+            lambda: ImbalanceExplorer(ImbalanceParameters(load="B", slotFactor=0.5)).sentence(),
+        ),
+        (
+            "04_width",
+            "width",
+            {"F": 1536, "hardware": "H200"},
+            lambda: WidthExplorer(WidthParameters(F=1536, hardware="H200")).sentence(),
+        ),
+        (
+            "05_precision",
+            "precision",
+            {"data": "student_t", "metric": "dx"},
+            lambda: PrecisionExplorer(
+                PrecisionParameters(data="student_t", metric="dx")
+            ).sentence(),
+        ),
     ],
-)  # fmt: skip
+)
 def test_plain_papermill(
     tmp_path: Path, name: str, figure: str, given: dict[str, Any], sentence: Any
 ) -> None:
     words = [w for k, v in given.items() for w in ("-p", k, str(v))]
-    done = run("papermill", f"notebooks/{name}.ipynb", str(tmp_path / f"{name}.ipynb"),
-               "-p", "out_dir", str(tmp_path), *words)  # fmt: skip
+    done = run(
+        "papermill",
+        f"notebooks/{name}.ipynb",
+        str(tmp_path / f"{name}.ipynb"),
+        "-p",
+        "out_dir",
+        str(tmp_path),
+        *words,
+    )
     assert done.returncode == 0, done.stderr
     check_executed(tmp_path, name, figure, sentence())
 
@@ -93,8 +127,14 @@ def test_plain_papermill(
 @pytest.mark.parametrize("name", ["00_index", "04_width", "05_precision"])
 def test_defaults_through_workbench_run(tmp_path: Path, name: str) -> None:
     words = {"04_width": ["-p", "F=1536"], "05_precision": ["-p", "formats=bf16,nvfp4"]}
-    done = run("workbench.cli", "run", f"notebooks/{name}.ipynb", "--out", str(tmp_path),
-               *words.get(name, []))  # fmt: skip
+    done = run(
+        "workbench.cli",
+        "run",
+        f"notebooks/{name}.ipynb",
+        "--out",
+        str(tmp_path),
+        *words.get(name, []),
+    )
     assert done.returncode == 0, done.stderr
     (executed,) = tmp_path.glob(f"*/{name}.ipynb")
     assert executed.stat().st_size < 1_000_000
@@ -113,8 +153,16 @@ def test_a_bad_trace_on_the_command_line_is_one_line(tmp_path: Path, name: str) 
     path = tmp_path / "t.npz"
     np.savez(path, counts=counts.astype(object) if name == "object" else counts)
     shape = [] if name == "experts" else ["-p", 'shape={"E": 64}', "-p", "ep=16"]
-    done = run("workbench.cli", "run", "notebooks/03_imbalance.ipynb", "--out", str(tmp_path / "o"),
-               "-p", f"trace={path}", *shape)  # fmt: skip
+    done = run(
+        "workbench.cli",
+        "run",
+        "notebooks/03_imbalance.ipynb",
+        "--out",
+        str(tmp_path / "o"),
+        "-p",
+        f"trace={path}",
+        *shape,
+    )
     assert done.returncode == 1
     assert "InputError: t.npz: " in done.stdout + done.stderr
     assert message in done.stdout + done.stderr
@@ -123,8 +171,15 @@ def test_a_bad_trace_on_the_command_line_is_one_line(tmp_path: Path, name: str) 
 
 def test_a_bad_tensor_on_the_command_line_is_one_line(tmp_path: Path) -> None:
     bad_tensors(tmp_path)
-    done = run("workbench.cli", "run", "notebooks/05_precision.ipynb", "--out", str(tmp_path / "o"),
-               "-p", f"tensor={tmp_path / 'object.npy'},{tmp_path / 'integer.npy'}")  # fmt: skip
+    done = run(
+        "workbench.cli",
+        "run",
+        "notebooks/05_precision.ipynb",
+        "--out",
+        str(tmp_path / "o"),
+        "-p",
+        f"tensor={tmp_path / 'object.npy'},{tmp_path / 'integer.npy'}",
+    )
     assert done.returncode == 1
     assert "must be a floating-point type" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -136,8 +191,11 @@ def test_bench_explore_times_every_explorer() -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures.pop("changes") == 20
-    names = [f"{name}_{figure}_ms" for name in ("imbalance", "width", "precision")
-             for figure in ("p50", "p95", "max")]  # fmt: skip
+    names = [
+        f"{name}_{figure}_ms"
+        for name in ("imbalance", "width", "precision")
+        for figure in ("p50", "p95", "max")
+    ]
     assert list(figures) == names
     for p50, p95, most in zip(*[iter(figures.values())] * 3, strict=True):
         assert 0 < p50 <= p95 <= most

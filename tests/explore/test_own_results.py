@@ -6,27 +6,50 @@ from typing import Any
 
 import pytest
 
-from workbench.bench.record import REFERENCE
 from workbench.errors import InputError
 from workbench.explore.explorer import Explorer
 from workbench.explore.imbalance import ImbalanceExplorer, ImbalanceParameters
 from workbench.explore.precision import PrecisionExplorer, PrecisionParameters
 from workbench.explore.width import WidthExplorer, WidthParameters
+from workbench.records.results import REFERENCE
 
 SMALL = {"T": 64, "D": 128, "E": 8, "K": 2, "sharedExperts": 1}
 STUDY = {"T": 2048, "D": 7168, "E": 384, "K": 6, "sharedExperts": 1}
 
 
-def record(folder: Path, time: float, ep: int, F: int, shape: dict[str, int], suffix: str,
-           device: str = "CPU", **more: Any) -> None:  # fmt: skip
+def record(
+    folder: Path,
+    time: float,
+    ep: int,
+    F: int,
+    shape: dict[str, int],
+    suffix: str,
+    device: str = "CPU",
+    **more: Any,
+) -> None:
     """A record of a run, made from one of the study's."""
-    base = next(c for c in json.loads(REFERENCE.read_text())["cases"]
-                if c["id"].startswith("mok-inference-ep8-bf16-native-single_layer-i1"))  # fmt: skip
+    base = next(
+        c
+        for c in json.loads(REFERENCE.read_text())["cases"]
+        if c["id"].startswith("mok-inference-ep8-bf16-native-single_layer-i1")
+    )
     name = f"mok-inference-ep{ep}-bf16-native-single_layer-i1-F{F}{suffix}"
-    own = base | shape | {
-        "id": name, "ep": ep, "F": F, "iterationMS": time, "forwardMS": time, "origin": "measured",
-        "implementation": "ours", "device": device, "status": "ok",
-    } | more  # fmt: skip
+    own = (
+        base
+        | shape
+        | {
+            "id": name,
+            "ep": ep,
+            "F": F,
+            "iterationMS": time,
+            "forwardMS": time,
+            "origin": "measured",
+            "implementation": "ours",
+            "device": device,
+            "status": "ok",
+        }
+        | more
+    )
     own.pop("capacity", None)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.record.json").write_text(json.dumps(own))
@@ -55,8 +78,11 @@ def test_records_of_the_studys_workload_appear_beside_it(tmp_path: Path) -> None
     assert own["iterationMS"].tolist() == [1.25]
     assert {"predicted", "published", elsewhere} == set(table["origin"])
     assert "measured on CPU, while the prediction is for GB300" in load.sentence()
-    symbols = {t["name"]: t["marker"]["symbol"] for t in load.view.spec["data"]
-               if t["name"] in ("published", elsewhere)}  # fmt: skip
+    symbols = {
+        t["name"]: t["marker"]["symbol"]
+        for t in load.view.spec["data"]
+        if t["name"] in ("published", elsewhere)
+    }
     assert symbols["published"] != symbols[elsewhere]
     width = WidthExplorer(WidthParameters(system="mok native bf16", **given))
     assert measured(width)["dist_moe against mok"] == [1.25]
@@ -73,7 +99,14 @@ def test_a_run_of_another_workload_moves_the_controls_to_it(tmp_path: Path) -> N
         assert explorer.problem == ""
         state = explorer.state
         assert (state.mode, state.ep, state.F, state.T, state.D, state.E, state.K) == (
-            "inference", 4, 64, 64, 128, 8, 2)  # fmt: skip
+            "inference",
+            4,
+            64,
+            64,
+            128,
+            8,
+            2,
+        )
         assert (
             "the workload is now inference EP 4, T=64 D=128 E=8 K=2 F=64" in explorer.file_message
         )
@@ -127,10 +160,11 @@ def test_bad_results_are_a_message(tmp_path: Path) -> None:
 
 def test_own_points_have_their_spread_and_their_protocol(tmp_path: Path) -> None:
     more = {
-        "usefulTFPerGPU": 100.0, "noisy": True,
+        "usefulTFPerGPU": 100.0,
+        "noisy": True,
         "samples": {"statistics": {"iteration": {"p20": 1.0, "p50": 1.25, "p80": 2.0}}},
         "provenance": {"protocol": {"warmups": 2, "windows": 5, "iterations": 4}},
-    }  # fmt: skip
+    }
     record(tmp_path, 1.25, 16, 3072, STUDY, "", **more)
     given: dict[str, Any] = {"results": str(tmp_path), "mode": "inference", "ep": 16}
     explorers: list[Explorer] = [
@@ -153,11 +187,15 @@ def test_own_points_have_their_spread_and_their_protocol(tmp_path: Path) -> None
         assert "measured by 2 warm-ups, 5 windows of 4 iterations" in told
         assert "1 noisy: slowest window above 1.25 x the median one" in told
     time, rate = {(1.0, 2.0)}, {(62.5, 125.0)}
-    assert {name: {tuple(round(v, 9) for v in ends) for ends in found}
-            for name, found in bars.items()} == {
-        "Predicted time over imbalance y": time, "dist_moe against mok y": time,
-        "Roofline y": rate, "Useful rate over F y": rate, "Time against error x": time,
-    }  # fmt: skip
+    assert {
+        name: {tuple(round(v, 9) for v in ends) for ends in found} for name, found in bars.items()
+    } == {
+        "Predicted time over imbalance y": time,
+        "dist_moe against mok y": time,
+        "Roofline y": rate,
+        "Useful rate over F y": rate,
+        "Time against error x": time,
+    }
     for explorer in explorers[:2]:
         table = explorer.table()
         own = table[table["origin"].str.startswith("measured")]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from workbench.kernels.formats import FORMATS
 
 from tests.explore.test_imbalance import CALIBRATION, SYSTEMS, device, drawn, uploaded, walk
 from workbench.case import Case, case_table
@@ -16,7 +17,6 @@ from workbench.explore.precision import PrecisionExplorer, PrecisionParameters
 from workbench.explore.precision_study import Study, scale_histogram, sqnr
 from workbench.explore.precision_view import format_floors
 from workbench.explore.sources import ShapeState
-from workbench.formats import FORMATS
 from workbench.hardware import load_hardware
 from workbench.model.roofline import roofline_table
 from workbench.report.theme import system_name
@@ -48,9 +48,11 @@ def check(explorer: Explorer) -> None:
     trade = {
         (t["name"], float(t["x"][0]), float(t["y"][0]))
         for t in spec["data"]
-        if t["meta"] == "Time against error" and len(t["x"]) and t.get("customdata")
+        if t["meta"] == "Time against error"
+        and len(t["x"])
+        and t.get("customdata")
         and t["name"] != "published"
-    }  # fmt: skip
+    }
     expected = {
         (system_name(system), float(time), sqnr(study, name)[state.metric])
         for name in state.formats
@@ -85,8 +87,10 @@ def test_floors_of_known_formats_are_the_rooflines(
     hardware = load_hardware("GB300")
     row = roofline_table(case_table([state.case(system)]), hardware).iloc[0]
     floors = format_floors(state, FORMATS[name], hardware)
-    expected = {n: row[f"busiest{c}FloorMS"] for n, c in
-                (("compute", "Compute"), ("HBM", "Hbm"), ("link", "Link"))}  # fmt: skip
+    expected = {
+        n: row[f"busiest{c}FloorMS"]
+        for n, c in (("compute", "Compute"), ("HBM", "Hbm"), ("link", "Link"))
+    }
     assert floors == pytest.approx(expected, rel=1e-12)
 
 
@@ -132,10 +136,16 @@ def bad_tensors(folder: Path) -> dict[str, str]:
     np.save(folder / "nan.npy", np.array([1.0, np.nan], np.float32))
     (folder / "text.npy").write_text("no tensor")
     (folder / "text.csv").write_text("1,2")
-    return {"object.npy": "must", "code.pt": "must hold one plain tensor",
-            "integer.npy": "must be a floating-point type", "empty.npy": "must hold 1 to",
-            "nan.npy": "must be finite", "text.npy": "must hold one plain tensor",
-            "text.csv": "must end in", "missing.npy": "must be an existing file"}  # fmt: skip
+    return {
+        "object.npy": "must",
+        "code.pt": "must hold one plain tensor",
+        "integer.npy": "must be a floating-point type",
+        "empty.npy": "must hold 1 to",
+        "nan.npy": "must be finite",
+        "text.npy": "must hold one plain tensor",
+        "text.csv": "must end in",
+        "missing.npy": "must be an existing file",
+    }
 
 
 def test_bad_tensor_files(tmp_path: Path) -> None:

@@ -34,8 +34,12 @@ def test_csv_and_npz_say_the_same(tmp_path: Path) -> None:
         read_trace("c.csv", b"\xef\xbb\xbf" + csv(COUNTS) + b"\n\n"),
     ):
         assert trace.counts == expected
-    labelled = b"layer," + csv([[f"e{n}" for n in range(384)]]) + b"\n" + csv(
-        [[n, *row] for n, row in enumerate(COUNTS)])  # fmt: skip
+    labelled = (
+        b"layer,"
+        + csv([[f"e{n}" for n in range(384)]])
+        + b"\n"
+        + csv([[n, *row] for n, row in enumerate(COUNTS)])
+    )
     assert read_trace("c.csv", labelled).counts == expected
 
 
@@ -70,10 +74,16 @@ READ = np.array([[7, 5], [6, 9], [8, 2]])
 @pytest.mark.parametrize(
     "head",
     [
-        ",expert_0,expert_1", "layer_idx,expert_0,expert_1", "index,e0,e1", "Layer,a,b",
-        ",0,1", "layer,0,1", "layer,1,2", "Unnamed: 0,expert_1,expert_2",
+        ",expert_0,expert_1",
+        "layer_idx,expert_0,expert_1",
+        "index,e0,e1",
+        "Layer,a,b",
+        ",0,1",
+        "layer,0,1",
+        "layer,1,2",
+        "Unnamed: 0,expert_1,expert_2",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("labels", [(0, 1, 2), (3, 7, 60), ("first", "second", "third")])
 def test_an_index_is_no_expert(head: str, labels: tuple[Any, ...]) -> None:
     lines = [head, *(f"{n},{a},{b}" for n, (a, b) in zip(labels, READ, strict=True))]
@@ -83,10 +93,13 @@ def test_an_index_is_no_expert(head: str, labels: tuple[Any, ...]) -> None:
 def test_what_pandas_writes_is_read_or_refused() -> None:
     named = pd.DataFrame(READ, columns=["expert_0", "expert_1"])
     for text in (
-        named.to_csv(), named.to_csv(index=False), named.to_csv(index_label="layer"),
-        pd.DataFrame(READ).to_csv(), pd.DataFrame(READ).to_csv(index_label="layer_idx"),
+        named.to_csv(),
+        named.to_csv(index=False),
+        named.to_csv(index_label="layer"),
+        pd.DataFrame(READ).to_csv(),
+        pd.DataFrame(READ).to_csv(index_label="layer_idx"),
         pd.DataFrame(READ).to_csv(index=False, header=False),
-    ):  # fmt: skip
+    ):
         assert read_trace("t.csv", text.encode()).counts == tuple(map(tuple, READ))
     with pytest.raises(InputError, match="line 1 counts up from 0: if it is a head, name the col"):
         read_trace("t.csv", pd.DataFrame(READ).to_csv(index=False).encode())

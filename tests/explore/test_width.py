@@ -17,7 +17,7 @@ from tests.explore.test_imbalance import (
 from workbench.case import Case, case_table
 from workbench.explore.explorer import Explorer
 from workbench.explore.width import WidthExplorer, WidthParameters
-from workbench.explore.width_view import WidthState, changes, quantisation
+from workbench.explore.width_panels import WidthState, changes, quantisation
 from workbench.model.cost import cost_table
 from workbench.model.roofline import roofline_table
 
@@ -56,7 +56,8 @@ def check(explorer: Explorer) -> None:
     name = " ".join([state.backend, state.pipeline, state.precision.upper()])
     swept = found.iloc[-1]
     assert drawn(spec, "Useful rate over F", name)["y"][at] == pytest.approx(
-        swept.usefulTFPerGPU, nan_ok=True)  # fmt: skip
+        swept.usefulTFPerGPU, nan_ok=True
+    )
     if row.runs == "yes":
         assert values(spec, "Useful rate over F", "this case") == [row.usefulTFPerGPU]
     check_refused(explorer, row, found.iloc[: len(SYSTEMS)])
@@ -101,8 +102,11 @@ def test_500_random_states() -> None:
 
 def test_published_widths_lie_on_the_figure() -> None:
     explorer = WidthExplorer(WidthParameters(system="dist_moe standard bf16"))
-    shown = [t for t in explorer.view.spec["data"] if t["meta"] == "Useful rate over F"
-             and t["name"] == "published" and len(t["x"])]  # fmt: skip
+    shown = [
+        t
+        for t in explorer.view.spec["data"]
+        if t["meta"] == "Useful rate over F" and t["name"] == "published" and len(t["x"])
+    ]
     points = {(int(x), round(y, 3)) for t in shown for x, y in zip(t["x"], t["y"], strict=True)}
     assert {x for x, _ in points} == {1536, 3072, 6144}
     table = explorer.table()
@@ -137,8 +141,11 @@ def test_where_the_binding_floor_changes() -> None:
     assert changes([1, 2], ["HBM", "HBM"]) == []
     explorer = WidthExplorer()
     spec = explorer.view.spec
-    x = [f for f in drawn(spec, "Floors of the busiest rank over F", "binding floor changes")["x"]
-         if f is not None]  # fmt: skip
+    x = [
+        f
+        for f in drawn(spec, "Floors of the busiest rank over F", "binding floor changes")["x"]
+        if f is not None
+    ]
     below, above = (
         roofline_table(case_table([cases_of(explorer.state, int(f))[2]]), device("GB300"))
         for f in (x[0] - 300, x[0] + 300)

@@ -7,14 +7,82 @@ import re
 from typing import Any
 
 EXTREMES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2, 7, 0.5, -0.0, 1e-308, 1e308, 2**31, 2**53 + 1, 2**63, -(2**63),
-    10**30, float("nan"), float("inf"), "", "x", "5", "NaN", "\n", "\x00", "\ud800", "é\u2028" * 9,
-    "x" * 3000, [], {}, [1], [None], {"a": 1}, [[[[]]]], [1, 0.5, "x"],
-)  # fmt: skip
-TOKENS = ("", "0", "-1", "1e999", "nan", "9" * 400, "1_0", "0x10", "\t", ";", ",", "\r", "\n", '"',
-          "'", "[", "]", "{", "}", ":", "=", "#", "&a", "*a", "<<", "!!python/object:os.system",
-          "true", "null", "é", "\u0661", "\x00", "\ufeff", "layer", "expert_0", "x" * 600,
-          "2020-99-99", "[" * 300, "[" * 20_000)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    7,
+    0.5,
+    -0.0,
+    1e-308,
+    1e308,
+    2**31,
+    2**53 + 1,
+    2**63,
+    -(2**63),
+    10**30,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "5",
+    "NaN",
+    "\n",
+    "\x00",
+    "\ud800",
+    "é\u2028" * 9,
+    "x" * 3000,
+    [],
+    {},
+    [1],
+    [None],
+    {"a": 1},
+    [[[[]]]],
+    [1, 0.5, "x"],
+)
+TOKENS = (
+    "",
+    "0",
+    "-1",
+    "1e999",
+    "nan",
+    "9" * 400,
+    "1_0",
+    "0x10",
+    "\t",
+    ";",
+    ",",
+    "\r",
+    "\n",
+    '"',
+    "'",
+    "[",
+    "]",
+    "{",
+    "}",
+    ":",
+    "=",
+    "#",
+    "&a",
+    "*a",
+    "<<",
+    "!!python/object:os.system",
+    "true",
+    "null",
+    "é",
+    "\u0661",
+    "\x00",
+    "\ufeff",
+    "layer",
+    "expert_0",
+    "x" * 600,
+    "2020-99-99",
+    "[" * 300,
+    "[" * 20_000,
+)
 
 
 def document(rng: random.Random, valid: Any) -> Any:
@@ -32,8 +100,11 @@ def document(rng: random.Random, valid: Any) -> Any:
             holder.append(copy.deepcopy(holder[key]))
         elif change == 3:
             other, there = rng.choice(places)
-            holder[key] = copy.deepcopy(other[there]) if there in range(len(other)) or (
-                isinstance(other, dict) and there in other) else None  # fmt: skip
+            holder[key] = (
+                copy.deepcopy(other[there])
+                if there in range(len(other)) or (isinstance(other, dict) and there in other)
+                else None
+            )
         elif change == 4 and isinstance(holder[key], int | float):
             try:
                 holder[key] = holder[key] * rng.choice([-1, 0, 10, 1e6, 1e300, 0.5])
@@ -57,8 +128,11 @@ def text(rng: random.Random, valid: str) -> str:
     """A text with one to three of its words, signs or lines changed, dropped or given twice."""
     made = valid
     for _ in range(rng.randint(1, 3)):
-        parts = made.splitlines(keepends=True) if rng.random() < 0.3 else re.findall(
-            r"[A-Za-z_]+|[\d.]+|\s+|.", made, re.S)  # fmt: skip
+        parts = (
+            made.splitlines(keepends=True)
+            if rng.random() < 0.3
+            else re.findall(r"[A-Za-z_]+|[\d.]+|\s+|.", made, re.S)
+        )
         if not parts:
             return rng.choice(TOKENS)
         at = rng.randrange(len(parts))
@@ -90,7 +164,8 @@ def content(rng: random.Random, valid: bytes) -> bytes:
         return valid[:at] + valid[at + rng.randint(1, 40) :]
     if change == 3:
         return valid.decode("utf-8", "replace").encode(
-            rng.choice(["utf-16", "utf-32", "utf-8-sig", "cp037"]), "replace")  # fmt: skip
+            rng.choice(["utf-16", "utf-32", "utf-8-sig", "cp037"]), "replace"
+        )
     if change == 4:
         return rng.randbytes(rng.randint(0, 200))
     if change == 5:

@@ -26,8 +26,6 @@ import workbench
 from tests.fuzz import mutate
 from workbench.bench.job import Job, Settings, read_job
 from workbench.bench.matrix import load_matrix
-from workbench.bench.own import read_record
-from workbench.bench.record import REFERENCE, load_table, to_document
 from workbench.bench.sweep import open_sweep
 from workbench.case import Case, local_matrix
 from workbench.cli import app
@@ -37,8 +35,10 @@ from workbench.explore.trace import load_trace, read_trace, scaled_counts
 from workbench.hardware import known_devices, load_hardware
 from workbench.model.calibration import DEFAULT, load_calibration
 from workbench.moe.config import MoEConfig
-from workbench.parameters import grid, notebook_parameters
+from workbench.records.record import read_record
+from workbench.records.results import REFERENCE, load_table, to_document
 from workbench.routing import route, rows_by_expert
+from workbench.runner.parameters import grid, notebook_parameters
 
 INPUTS = int(os.environ.get("WORKBENCH_FUZZ_INPUTS", "20000"))
 Rng = random.Random
@@ -53,17 +53,34 @@ RESULT = {
     "allPipelinePairs": [{"dist": IDS[0], "mok": IDS[1]}],
 }
 RECORD = RESULT["cases"][0] | {
-    "origin": "measured", "implementation": "workbench", "device": "GB300", "status": "ok",
-    "T": 2048, "D": 7168, "E": 384, "K": 6, "sharedExperts": 1, "factors": [1.0],
-    "samples": {"iterationMS": [1.0, 2.0]}, "provenance": {"version": "1", "seed": 0},
-}  # fmt: skip
+    "origin": "measured",
+    "implementation": "workbench",
+    "device": "GB300",
+    "status": "ok",
+    "T": 2048,
+    "D": 7168,
+    "E": 384,
+    "K": 6,
+    "sharedExperts": 1,
+    "factors": [1.0],
+    "samples": {"iterationMS": [1.0, 2.0]},
+    "provenance": {"version": "1", "seed": 0},
+}
 CALIBRATION = json.loads(DEFAULT.read_text())
 HARDWARE = "[" + (DATA / "hardware.toml").read_text().split("\n[", 2)[1]
-MATRIX = yaml.safe_dump({
-    "pipeline": ["standard", "alltoall"], "mode": ["inference"], "ep": [1, 2], "F": [64], "K": 2,
-    "profiles": {"mine": [1.5, 0.5]}, "profile": ["mine"], "imbalance": [1.0],
-    "exclude": [{"ep": 1, "profile": "mine"}],
-})  # fmt: skip
+MATRIX = yaml.safe_dump(
+    {
+        "pipeline": ["standard", "alltoall"],
+        "mode": ["inference"],
+        "ep": [1, 2],
+        "F": [64],
+        "K": 2,
+        "profiles": {"mine": [1.5, 0.5]},
+        "profile": ["mine"],
+        "imbalance": [1.0],
+        "exclude": [{"ep": 1, "profile": "mine"}],
+    }
+)
 TRACE = "layer,expert_0,expert_1,expert_2\n0,5,6,7\n1,8,9,10\n"
 CELL = """ep = 8  # ranks
 rate = 1e-3
@@ -76,26 +93,60 @@ mode: Literal["a", "b"] = "a"
 NOTEBOOK = {
     "cells": [
         {"cell_type": "markdown", "metadata": {}, "source": ["# title"]},
-        {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": [CELL],
-         "execution_count": None, "outputs": []},
+        {
+            "cell_type": "code",
+            "metadata": {"tags": ["parameters"]},
+            "source": [CELL],
+            "execution_count": None,
+            "outputs": [],
+        },
     ],
     "metadata": {"kernelspec": {"language": "python", "name": "python3"}},
-    "nbformat": 4, "nbformat_minor": 5,
-}  # fmt: skip
+    "nbformat": 4,
+    "nbformat_minor": 5,
+}
 SYSTEM = {"backend": ["dist_moe"], "precision": ["bf16"], "pipeline": ["standard"]}
 CASE: dict[str, list[Any]] = SYSTEM | {
-    "mode": ["inference", "training"], "ep": [1, 8], "category": ["single_layer", "width"],
-    "F": [64], "imbalance": [1.0], "profile": [None], "layers": [0], "factors": [(), (1.0, 1.0)],
-    "T": [16], "D": [64], "E": [8], "K": [2], "sharedExperts": [0, 1],
-    "slotFactor": [float("nan"), 2.5], "scratchFactor": [8.0],
-}  # fmt: skip
+    "mode": ["inference", "training"],
+    "ep": [1, 8],
+    "category": ["single_layer", "width"],
+    "F": [64],
+    "imbalance": [1.0],
+    "profile": [None],
+    "layers": [0],
+    "factors": [(), (1.0, 1.0)],
+    "T": [16],
+    "D": [64],
+    "E": [8],
+    "K": [2],
+    "sharedExperts": [0, 1],
+    "slotFactor": [float("nan"), 2.5],
+    "scratchFactor": [8.0],
+}
 CONFIG: dict[str, list[Any]] = {
-    "T": [8], "D": [16], "F": [16], "E": [8], "K": [2], "ep": [1, 2], "layers": [1, 3],
-    "mode": ["training"], "pipeline": ["standard"], "dtype": ["float32"], "executor": ["torch"],
-    "slot_factor": [1.0], "scratch_factor": [8.0], "validate": ["always"],
-}  # fmt: skip
-ROUTE: dict[str, list[Any]] = {"T": [4], "K": [2], "E": [8], "ep": [1, 2], "factor": [1.0, 0.5, 2],
-                               "seed": [0]}  # fmt: skip
+    "T": [8],
+    "D": [16],
+    "F": [16],
+    "E": [8],
+    "K": [2],
+    "ep": [1, 2],
+    "layers": [1, 3],
+    "mode": ["training"],
+    "pipeline": ["standard"],
+    "dtype": ["float32"],
+    "executor": ["torch"],
+    "slot_factor": [1.0],
+    "scratch_factor": [8.0],
+    "validate": ["always"],
+}
+ROUTE: dict[str, list[Any]] = {
+    "T": [4],
+    "K": [2],
+    "E": [8],
+    "ep": [1, 2],
+    "factor": [1.0, 0.5, 2],
+    "seed": [0],
+}
 
 
 def npz(rng: Rng) -> bytes:
@@ -134,8 +185,13 @@ def tensor(rng: Rng, suffix: str) -> bytes:
 def csv(rng: Rng) -> bytes:
     if rng.random() < 0.5:
         return mutate.as_text(rng, TRACE)
-    cells = [[rng.choice(["0", "1", "2", "7", "x", "", "layer", "expert_0", "expert_1", "1e3"])
-              for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(0, 4))]  # fmt: skip
+    cells = [
+        [
+            rng.choice(["0", "1", "2", "7", "x", "", "layer", "expert_0", "expert_1", "1e3"])
+            for _ in range(rng.randint(1, 4))
+        ]
+        for _ in range(rng.randint(0, 4))
+    ]
     return "\n".join(map(",".join, cells)).encode()
 
 
@@ -178,8 +234,14 @@ def use_sweep(path: Path) -> None:
 
 
 JOB = asdict(Job(name="j", cases=tuple(local_matrix()[:2]), settings=Settings(), limit_s=9.0))
-SWEEP = {"version": workbench.__version__, "started": "", "limit_s": 9.0, "environment": {"a": "b"},
-         "settings": JOB["settings"], "cases": JOB["cases"]}  # fmt: skip
+SWEEP = {
+    "version": workbench.__version__,
+    "started": "",
+    "limit_s": 9.0,
+    "environment": {"a": "b"},
+    "settings": JOB["settings"],
+    "cases": JOB["cases"],
+}
 SWEEP, JOB = json.loads(json.dumps([SWEEP, JOB]))
 
 
@@ -194,11 +256,16 @@ FILES: dict[str, tuple[int, Callable[[Rng], bytes], Callable[[Path], Any]]] = {
     "trace.csv": (12, csv, use_trace),
     "trace.npz": (8, npz, use_trace),
     "notebook.ipynb": (10, lambda rng: mutate.as_json(rng, NOTEBOOK), use_notebook),
-    "cell.ipynb": (6, lambda rng: json.dumps(NOTEBOOK | {"cells": [
-        NOTEBOOK["cells"][1] | {"source": mutate.text(rng, CELL)}]}).encode(), use_notebook),  # type: ignore[index]
+    "cell.ipynb": (
+        6,
+        lambda rng: json.dumps(
+            NOTEBOOK | {"cells": [NOTEBOOK["cells"][1] | {"source": mutate.text(rng, CELL)}]}
+        ).encode(),
+        use_notebook,
+    ),  # type: ignore[index]
     "tensor.npy": (3, lambda rng: tensor(rng, ".npy"), load_tensor),
     "tensor.pt": (2, lambda rng: tensor(rng, ".pt"), load_tensor),
-}  # fmt: skip
+}
 
 
 def small(given: dict[str, Any]) -> dict[str, Any]:
@@ -211,10 +278,14 @@ CALLS: dict[str, tuple[int, Callable[[Rng], Any]]] = {
     "Case.from_id": (6, lambda rng: Case.from_id(mutate.text(rng, rng.choice(IDS)))),
     "MoEConfig": (12, lambda rng: MoEConfig(**mutate.arguments(rng, CONFIG))),
     "route": (6, lambda rng: route(**small(mutate.arguments(rng, ROUTE)))),
-    "rows_by_expert": (6, lambda rng: rows_by_expert(
-        **{k: v for k, v in small(mutate.arguments(rng, ROUTE)).items() if k != "seed"})),
+    "rows_by_expert": (
+        6,
+        lambda rng: rows_by_expert(
+            **{k: v for k, v in small(mutate.arguments(rng, ROUTE)).items() if k != "seed"}
+        ),
+    ),
     "read_trace": (3, lambda rng: read_trace(mutate.text(rng, "trace.csv"), b"5,6")),
-}  # fmt: skip
+}
 
 
 def outcome(call: Callable[[], Any]) -> str:
@@ -295,12 +366,15 @@ COMMANDS = {"-p": 8, "predict": 3, "kernels": 1, "calibrate": 1, "run": 2}
 
 def command(rng: Rng, name: str) -> list[str]:
     lines = {
-        "predict": [[IDS[0]], ["-p", "pipeline=mega,staged", "-p", "mode=training", "-p", "ep=32",
-                    "-p", "F=2048"], [IDS[1], "--device", "H200", "--json"]],
+        "predict": [
+            [IDS[0]],
+            ["-p", "pipeline=mega,staged", "-p", "mode=training", "-p", "ep=32", "-p", "F=2048"],
+            [IDS[1], "--device", "H200", "--json"],
+        ],
         "kernels": [["--target", "sm_91", "--T", "8", "--E", "8", "--ep", "2", "--op", "x"]],
         "calibrate": [["none.json", "--json"]],
         "run": [["none.ipynb", "-p", "ep=8", "--show-parameters"]],
-    }  # fmt: skip
+    }
     line = list(rng.choice(lines[name]))
     for _ in range(rng.randint(1, 2)):
         at = rng.randrange(len(line))

@@ -74,8 +74,11 @@ def test_a_training_step_is_captured_in_a_graph():
         for work in works:
             given = work.to("cuda:0")
             with torch.no_grad():
-                for mine, new in zip((*leaves, static.ids, static.dy), (*given.leaves(), given.ids,
-                                     given.dy), strict=True):  # fmt: skip
+                for mine, new in zip(
+                    (*leaves, static.ids, static.dy),
+                    (*given.leaves(), given.ids, given.dy),
+                    strict=True,
+                ):
                     mine.copy_(new)
             context.poison()
             graph.replay()

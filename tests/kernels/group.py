@@ -11,17 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from workbench.kernels.device import INTERPRET, target_of
-from workbench.kernels.memory import Kept, Peers
+from workbench.kernels.peers import Kept, Peers
 from workbench.kernels.words import DECIDE_WORDS, Decide
 
 DEVICE = torch.device("cpu" if INTERPRET.value else "cuda")
 TARGET = target_of(DEVICE)
-ROWS = {
-    "none": [0, 0],
-    "one": [0, 1, 0],
-    "tails": [7, 0, 97, 33, 1],
-    "hot": [0, 150],
-}
+ROWS = {"none": [0, 0], "one": [0, 1, 0], "tails": [7, 0, 97, 33, 1], "hot": [0, 150]}
 """Rows per expert."""
 LIMIT = {torch.bfloat16: 4e-3, torch.float32: 2e-6}
 """Relative error against float64 of FP32 sums rounded once: half an ulp is 2e-3 and 3e-8."""
@@ -82,10 +77,16 @@ def keeps(arena_B: Tensor, decision: Tensor, dtype: torch.dtype, *widths: int) -
     """Operands of these widths, one behind the other from the decision's BASE on."""
     row_bytes_O = torch.tensor([width * dtype.itemsize for width in widths])
     return [
-        Kept(arena_B=arena_B, decision=decision, row_bytes_O=row_bytes_O, index=i, width=width,
-             dtype=dtype)
+        Kept(
+            arena_B=arena_B,
+            decision=decision,
+            row_bytes_O=row_bytes_O,
+            index=i,
+            width=width,
+            dtype=dtype,
+        )
         for i, width in enumerate(widths)
-    ]  # fmt: skip
+    ]
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:

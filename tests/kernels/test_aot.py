@@ -15,14 +15,21 @@ from workbench.kernels.ops import Sizes, examples
 from workbench.bench.kernel_table import kernel_rows
 
 GEMMS = {
-    "dispatch_w13", "w2_combine", "w2_dgrad", "w13_dgrad_combine", "w2_wgrad", "w13_wgrad",
+    "dispatch_w13",
+    "w2_combine",
+    "w2_dgrad",
+    "w13_dgrad_combine",
+    "w2_wgrad",
+    "w13_wgrad",
     "w2_wgrad, FP32, accumulating",
-}  # fmt: skip
+}
 WAITING = {"dispatch_w13", "w2_dgrad"}
 PERSISTENT = {"grouped_gemm_kernel", "wgrad_kernel", "swiglu_kernel", "swiglu_backward_kernel"}
-MATRIX = {"sm_90a": r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k16\.f32\.bf16\.bf16",
-          "sm_100a": r"tcgen05\.mma\.cta_group::1\.kind::f16",
-          "sm_103a": r"tcgen05\.mma\.cta_group::1\.kind::f16"}  # fmt: skip
+MATRIX = {
+    "sm_90a": r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k16\.f32\.bf16\.bf16",
+    "sm_100a": r"tcgen05\.mma\.cta_group::1\.kind::f16",
+    "sm_103a": r"tcgen05\.mma\.cta_group::1\.kind::f16",
+}
 
 
 def compiled_for(target, folder):
@@ -132,7 +139,7 @@ def events(ptx):
         "descriptor read": r"cp\.async\.bulk\.tensor\S*shared\S*global",
         "barrier": r"bar\.sync|barrier\.sync",
         "store": r"st\.global",
-    }  # fmt: skip
+    }
     pattern = "|".join(f"(?P<k{i}>{p})" for i, p in enumerate(kinds.values()))
     return [list(kinds)[int(m.lastgroup[1:])] for m in re.finditer(pattern, ptx)]
 
@@ -212,7 +219,8 @@ def test_floors_of_the_dispatch_at_the_peaks(rows):
     assert row["link_mb"] == pytest.approx(12288 * 7168 * 2 * 63 / 64 / 1e6)
     assert row["bound_by"] == "matrix units"
     assert of(rows, "sm_103a", "swiglu")["predicted_us"] == pytest.approx(
-        12288 * 3072 * 3 * 2 / 8e12 * 1e6)  # fmt: skip
+        12288 * 3072 * 3 * 2 / 8e12 * 1e6
+    )
 
 
 def test_resident_programs():

@@ -40,10 +40,12 @@ def scene(P, E, seed):
     decisions[0, Decide.END] = chance.choice([0, 1 << 14])
     decisions[1, Decide.END] = chance.choice([0, 1 << 15])
     decisions[2] = 1 << 19  # stale words of the entry that is decided
-    state = {"decisions_L": decisions,
-             "first_error": torch.zeros(DECIDE_WORDS, dtype=torch.int64),
-             "error_text": torch.zeros(TEXT_BYTES, dtype=torch.uint8),
-             "peaks": torch.full((PEAK_WORDS,), 3)}  # fmt: skip
+    state = {
+        "decisions_L": decisions,
+        "first_error": torch.zeros(DECIDE_WORDS, dtype=torch.int64),
+        "error_text": torch.zeros(TEXT_BYTES, dtype=torch.uint8),
+        "peaks": torch.full((PEAK_WORDS,), 3),
+    }
     return heads, texts, counts, state
 
 
@@ -52,9 +54,17 @@ def both(heads, texts, counts, state, **given):
     results = []
     for how in ("kernel", "twin"):
         mine = {name: value.clone() for name, value in state.items()}
-        arguments = {"heads": heads, "texts": texts, "counts_PE": counts, **mine, "entry": 2,
-                     "slot_at": 4096, "row_bytes_O": torch.tensor([66, 38, 7]),
-                     "scratch_at": 1 << 33, **given}  # fmt: skip
+        arguments = {
+            "heads": heads,
+            "texts": texts,
+            "counts_PE": counts,
+            **mine,
+            "entry": 2,
+            "slot_at": 4096,
+            "row_bytes_O": torch.tensor([66, 38, 7]),
+            "scratch_at": 1 << 33,
+            **given,
+        }
         if how == "kernel":
             run(decide(TARGET, **arguments))
         else:
@@ -71,8 +81,16 @@ def both(heads, texts, counts, state, **given):
 def test_saved_or_recomputed(P, E, saves, slot_bytes):
     for rank in {0, P - 1}:
         heads, texts, counts, state = scene(P, E, seed=P + slot_bytes)
-        left = both(heads, texts, counts, state, rank=rank, rows_available=10**6, saves=saves,
-                    slot_bytes=slot_bytes)  # fmt: skip
+        left = both(
+            heads,
+            texts,
+            counts,
+            state,
+            rank=rank,
+            rows_available=10**6,
+            saves=saves,
+            slot_bytes=slot_bytes,
+        )
         decision = left["decisions_L"][2].tolist()
         per = E // P
         assert decision[Decide.OK] == 1
@@ -95,8 +113,17 @@ def test_saved_or_recomputed(P, E, saves, slot_bytes):
 def test_slots_that_end_beyond_32_bits(slot_at, slot_bytes):
     heads, texts, counts, state = scene(2, 8, seed=4)
     state["decisions_L"].zero_()
-    left = both(heads, texts, counts, state, rank=0, rows_available=10**6, saves=True,
-                slot_at=slot_at, slot_bytes=slot_bytes)  # fmt: skip
+    left = both(
+        heads,
+        texts,
+        counts,
+        state,
+        rank=0,
+        rows_available=10**6,
+        saves=True,
+        slot_at=slot_at,
+        slot_bytes=slot_bytes,
+    )
     words = left["decisions_L"][2].tolist()
     assert words[Decide.BASE] == slot_at
     assert words[Decide.KEPT] == words[Decide.ROWS]
@@ -106,8 +133,9 @@ def test_overflow_names_the_first_busiest_rank():
     heads, texts, counts, state = scene(4, 12, seed=1)
     counts[:] = 1
     counts[0, 3] = counts[2, 8] = 50
-    left = both(heads, texts, counts, state, rank=1, rows_available=60, saves=True,
-                slot_bytes=1 << 20)  # fmt: skip
+    left = both(
+        heads, texts, counts, state, rank=1, rows_available=60, saves=True, slot_bytes=1 << 20
+    )
     words = left["decisions_L"][2].tolist()
     assert words[Decide.CODE : Decide.B + 1] == [Code.OVERFLOW, 1, 61, 60]
     assert words[Decide.OK] == 0
@@ -129,8 +157,9 @@ def test_what_headers_say(fault):
         heads.all_P[1, Head.KIND] = 1
     if fault == "earlier error":
         state["first_error"][Decide.CODE] = int(Code.HOST)
-    left = both(heads, texts, counts, state, rank=0, rows_available=10**6, saves=True,
-                slot_bytes=1 << 20)  # fmt: skip
+    left = both(
+        heads, texts, counts, state, rank=0, rows_available=10**6, saves=True, slot_bytes=1 << 20
+    )
     assert left["decisions_L"][2, Decide.CODE : Decide.B + 1].tolist() == wanted
     if fault == "earlier error":
         assert torch.equal(left["first_error"], state["first_error"])
@@ -138,9 +167,13 @@ def test_what_headers_say(fault):
     results = []
     for how in ("kernel", "twin"):
         decision = torch.arange(DECIDE_WORDS) + 1
-        given = {"heads": heads, "texts": texts, "decision": decision,
-                 "first_error": state["first_error"].clone(),
-                 "error_text": state["error_text"].clone()}  # fmt: skip
+        given = {
+            "heads": heads,
+            "texts": texts,
+            "decision": decision,
+            "first_error": state["first_error"].clone(),
+            "error_text": state["error_text"].clone(),
+        }
         if how == "kernel":
             run(decide_backward(TARGET, **given))
         else:
@@ -155,9 +188,16 @@ def test_what_headers_say(fault):
 def test_backward_goes_on_where_headers_agree():
     heads, texts, _, state = scene(3, 3, seed=3)
     decision = torch.arange(DECIDE_WORDS) + 1
-    run(decide_backward(TARGET, heads=heads, texts=texts, decision=decision,
-                        first_error=state["first_error"],
-                        error_text=state["error_text"]))  # fmt: skip
+    run(
+        decide_backward(
+            TARGET,
+            heads=heads,
+            texts=texts,
+            decision=decision,
+            first_error=state["first_error"],
+            error_text=state["error_text"],
+        )
+    )
     assert decision[Decide.OK] == 1
     assert decision[Decide.CODE] == 0
     assert not state["first_error"].any()

@@ -12,11 +12,12 @@ from group import LIMIT, TARGET, decided, keeps, normal
 from workbench.kernels.count_sort import count_kernel, place_kernel, prefix_kernel, starts_kernel
 from workbench.kernels.device import Launch, run
 from workbench.kernels.grouped_gemm import grouped_gemm
-from workbench.kernels.memory import Peers
+from workbench.kernels.peers import Peers
 from workbench.kernels.permute import pack, unpack
 from workbench.kernels.publish import publish
 from workbench.kernels.sum_k import sum_k, take_dscores
-from workbench.kernels.swiglu import swiglu, swiglu_backward
+from workbench.kernels.swiglu import swiglu
+from workbench.kernels.swiglu_backward import swiglu_backward
 from workbench.kernels.wgrad import w2_wgrad, w13_wgrad
 from workbench.kernels.words import HEAD_WORDS, Code, Head
 
@@ -96,9 +97,18 @@ def test_swiglu_backward():
     decision = decided(rows, BASE=at)
     (kept,) = keeps(arena_B, decision, BF16, 2 * F)
     (launch,) = swiglu_backward(
-        TARGET, h1=kept, decision=decision, rank_R=rank_R, row_R=row_R,
-        scores=near(scores), g_RF=g, dscores=near(dscores), back_rank_R=rank_R, back_row_R=row_R,
-        act_RF=act)  # fmt: skip
+        TARGET,
+        h1=kept,
+        decision=decision,
+        rank_R=rank_R,
+        row_R=row_R,
+        scores=near(scores),
+        g_RF=g,
+        dscores=near(dscores),
+        back_rank_R=rank_R,
+        back_row_R=row_R,
+        act_RF=act,
+    )
     last_block(launch, rows)
     same(act[-5:], value * s)
     same(dscores[30:35, 0], (value * g[-5:].double()).sum(1), FP32)
@@ -140,8 +150,9 @@ def test_pack_and_unpack(D):
     places = torch.tensor([0, count - 1, 1, count - 2, 2, count - 3, 3, count - 4, 4])
     order[-9:] = places
     rows[places] = some
-    (launch,) = pack(TARGET, rows_ND=rows, order_N=order, divisor=1, decision=decided(1),
-                     send_ND=out)  # fmt: skip
+    (launch,) = pack(
+        TARGET, rows_ND=rows, order_N=order, divisor=1, decision=decided(1), send_ND=out
+    )
     run_one(launch, launch.grid - 1)
     assert torch.equal(out[-9:], rows[places])
     rows, out = far(count, D), far(count, D)
@@ -161,8 +172,16 @@ def test_publish():
     x[-2:], scores[-2:] = normal(2, 8, dtype=BF16), normal(2, K, dtype=BF16)
     head = torch.zeros(HEAD_WORDS, dtype=I64)
     *copies, check, note = publish(
-        TARGET, x_TD=x, ids_TK=ids, scores_TK=scores, x_out_TD=x_out, ids_out_TK=ids_out,
-        scores_out_TK=scores_out, head=head, num_experts=8)  # fmt: skip
+        TARGET,
+        x_TD=x,
+        ids_TK=ids,
+        scores_TK=scores,
+        x_out_TD=x_out,
+        ids_out_TK=ids_out,
+        scores_out_TK=scores_out,
+        head=head,
+        num_experts=8,
+    )
     for launch in copies:
         run_one(launch, launch.grid - 1)
     assert torch.equal(x_out[-2:], x[-2:])
@@ -187,8 +206,9 @@ def test_wgrads(M, which):
     a[-few:], b[-few:] = normal(few, M, dtype=BF16), normal(few, N, dtype=BF16, seed=1)
     starts_e = far(experts + 1, dtype=I64)
     starts_e[-2:] = torch.tensor([rows - few, rows])
-    (launch,) = w2_wgrad(TARGET, dy_RD=a, act_RF=b, starts_e=starts_e, decision=decided(rows),
-                         dw2_EDF=out)  # fmt: skip
+    (launch,) = w2_wgrad(
+        TARGET, dy_RD=a, act_RF=b, starts_e=starts_e, decision=decided(rows), dw2_EDF=out
+    )
     tiles = experts * (-(-M // launch.constants["BM"])) * (-(-N // launch.constants["BN"]))
     run_one(launch, tiles - 1, tiles)
     same(out[-1], a[-few:].double().T @ b[-few:].double())
@@ -204,8 +224,16 @@ def test_wgrad_far_into_an_arena():
     arena_B[x_at:].view(BF16)[: few * N].view(few, N).copy_(x)
     arena_B[x_at + 512 :].view(BF16).view(few, M).copy_(dh1)  # 400 bytes of x up to 128s
     out = torch.zeros(1, M, N, dtype=BF16)
-    run(w13_wgrad(TARGET, x=x_kept, dh1=dh1_kept, starts_e=torch.tensor([0, few]), dw13_E2FD=out,
-                  decision=decision))  # fmt: skip
+    run(
+        w13_wgrad(
+            TARGET,
+            x=x_kept,
+            dh1=dh1_kept,
+            starts_e=torch.tensor([0, few]),
+            dw13_E2FD=out,
+            decision=decision,
+        )
+    )
     same(out[0], dh1.double().T @ x.double())
 
 
@@ -216,19 +244,45 @@ def test_counting_sort():
     mine = torch.tensor([63, 7, 63, 63, 7], dtype=I32)
     bases, counts = far(sources, dtype=I64), far(keys, sources, dtype=I32)
     bases[-1] = mine.data_ptr()
-    items = {"bases_at": bases, "offset": 0, "decision_at": None, "counts_at": counts, "N": N,
-             "blocks": 1}  # fmt: skip
-    run_one(Launch(kernel=count_kernel, grid=sources, args={**items, "KEYS": keys},
-                   constants={**when, "BK": 64}), sources - 1)  # fmt: skip
+    items = {
+        "bases_at": bases,
+        "offset": 0,
+        "decision_at": None,
+        "counts_at": counts,
+        "N": N,
+        "blocks": 1,
+    }
+    run_one(
+        Launch(
+            kernel=count_kernel,
+            grid=sources,
+            args={**items, "KEYS": keys},
+            constants={**when, "BK": 64},
+        ),
+        sources - 1,
+    )
     assert counts[:, -1].nonzero()[:, 0].tolist() == [7, 63]
     assert counts[[7, 63], -1].tolist() == [2, 3]
     counts[7, -1], counts[63, -1] = 100, 200  # as a prefix would leave them
     starts, places = torch.zeros(keys + 1, dtype=I64), torch.full((2, 999), -1, dtype=I32)
     starts[63] = 500
-    run_one(Launch(kernel=place_kernel, grid=sources,
-                   args={**items, "starts_at": starts, "first_at": places[0],
-                         "second_at": places[1], "first_key": 0, "keys": keys, "room": 999},
-                   constants={**when, "ROUTE": True, "INVERSE": False}), sources - 1)  # fmt: skip
+    run_one(
+        Launch(
+            kernel=place_kernel,
+            grid=sources,
+            args={
+                **items,
+                "starts_at": starts,
+                "first_at": places[0],
+                "second_at": places[1],
+                "first_key": 0,
+                "keys": keys,
+                "room": 999,
+            },
+            constants={**when, "ROUTE": True, "INVERSE": False},
+        ),
+        sources - 1,
+    )
     at = torch.tensor([100, 101, 700, 701, 702])
     assert places[1, at].tolist() == [1, 4, 0, 2, 3]
     assert (places[0, at] == sources - 1).all()
@@ -236,19 +290,37 @@ def test_counting_sort():
     keys, G = FAR // 64 + 3, 64
     counts, totals = far(keys * G + keys, dtype=I32), far(keys, dtype=I64)
     counts[(keys - 1) * G : keys * G] = torch.arange(1, 65, dtype=I32)
-    run_one(Launch(kernel=prefix_kernel, grid=keys,
-                   args={"counts_at": counts, "totals_at": totals, "P": 1, "blocks": G,
-                         "KEYS": keys},
-                   constants={"TOTALS": True, "SCAN": 64}), keys - 1)  # fmt: skip
+    run_one(
+        Launch(
+            kernel=prefix_kernel,
+            grid=keys,
+            args={"counts_at": counts, "totals_at": totals, "P": 1, "blocks": G, "KEYS": keys},
+            constants={"TOTALS": True, "SCAN": 64},
+        ),
+        keys - 1,
+    )
     upto = torch.arange(1, 65).cumsum(0)
     assert counts[(keys - 1) * G : keys * G].tolist() == [0, *upto[:-1].tolist()]
     assert totals[-1] == counts[-1] == 2080
     counts[-3] = 5
     starts = torch.zeros(4, dtype=I64)
-    run([Launch(kernel=starts_kernel, grid=1,
-                args={"counts_at": counts, "starts_at": starts, "G": G, "KEYS": keys,
-                      "first_key": keys - 3, "keys": 3},
-                constants={"KEYS_2": 4})])  # fmt: skip
+    run(
+        [
+            Launch(
+                kernel=starts_kernel,
+                grid=1,
+                args={
+                    "counts_at": counts,
+                    "starts_at": starts,
+                    "G": G,
+                    "KEYS": keys,
+                    "first_key": keys - 3,
+                    "keys": 3,
+                },
+                constants={"KEYS_2": 4},
+            )
+        ]
+    )
     assert starts.tolist() == [0, 5, 5, 2085]
 
 
@@ -264,9 +336,18 @@ def test_rows_and_experts_beyond_2_to_31_elements(K, weights_NK):
     nobody = Peers(all_P=a[None], bases_P=torch.zeros(1, dtype=I64), offset=0)
     small = weights[:1]
     _, launch = grouped_gemm(
-        TARGET, weights=small, weights_NK=weights_NK, starts_e=torch.tensor([0, 5]),
-        decision=decided(row + 64), rows=64, peers=nobody, rank_R=None,
-        row_R=torch.zeros(1, dtype=I32), a=a, out=out)  # fmt: skip
+        TARGET,
+        weights=small,
+        weights_NK=weights_NK,
+        starts_e=torch.tensor([0, 5]),
+        decision=decided(row + 64),
+        rows=64,
+        peers=nobody,
+        rank_R=None,
+        row_R=torch.zeros(1, dtype=I32),
+        a=a,
+        out=out,
+    )
     columns = -(-N // 64)
     for column in range(columns):
         launch.args["tasks_at"][column] = torch.tensor([1, expert, row, 5, column, -1, 0, -1])
@@ -287,9 +368,19 @@ def test_gathered_rows_beyond_2_to_31_elements():
     row_R[row : row + 5] = torch.arange(5, dtype=I32).flip(0)
     peers = Peers(all_P=source[None], bases_P=torch.tensor([source.data_ptr()]), offset=0)
     _, launch = grouped_gemm(
-        TARGET, weights=torch.eye(D, dtype=BF16)[None], weights_NK=True,
-        starts_e=torch.tensor([0, 5]), decision=decided(row + 64), rows=64,
-        peers=peers, rank_R=None, row_R=row_R, gather=True, a=a, out=out)  # fmt: skip
+        TARGET,
+        weights=torch.eye(D, dtype=BF16)[None],
+        weights_NK=True,
+        starts_e=torch.tensor([0, 5]),
+        decision=decided(row + 64),
+        rows=64,
+        peers=peers,
+        rank_R=None,
+        row_R=row_R,
+        gather=True,
+        a=a,
+        out=out,
+    )
     launch.args["tasks_at"][0] = torch.tensor([0, 0, row, 5, 0, -1, 0, 0])
     launch.args["tasks_at"][1] = torch.tensor([1, 0, row, 5, 0, 0, 1, -1])
     launch.args["counts_at"][:] = torch.tensor([1, 1])
@@ -310,9 +401,17 @@ def test_peers_rows_beyond_2_to_31_elements():
     peers_all[0, -rows:] = normal(rows, D, dtype=BF16)
     a, out = torch.zeros(rows, D, dtype=BF16), torch.zeros(rows, D, dtype=BF16)
     weights = torch.eye(D, dtype=BF16)[None]
-    given = {"weights": weights, "weights_NK": True, "starts_e": torch.tensor([0, rows]),
-             "decision": decided(rows), "again": False, "rows": 64, "peers": peers,
-             "rank_R": None, "row_R": place}  # fmt: skip
+    given = {
+        "weights": weights,
+        "weights_NK": True,
+        "starts_e": torch.tensor([0, rows]),
+        "decision": decided(rows),
+        "again": False,
+        "rows": 64,
+        "peers": peers,
+        "rank_R": None,
+        "row_R": place,
+    }
     run(grouped_gemm(TARGET, **given, gather=True, a=a, out=out))
     assert torch.equal(a, peers_all[0, -rows:])
     assert torch.equal(out, a)

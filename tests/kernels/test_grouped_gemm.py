@@ -10,18 +10,16 @@ from workbench.kernels.combine import (
     w13_dgrad_combine_torch,
 )
 from workbench.kernels.device import run
-from workbench.kernels.dispatch import (
-    dispatch_w13,
-    dispatch_w13_torch,
-    w2_dgrad,
-    w2_dgrad_torch,
-)
-from workbench.kernels.memory import rows_at
+from workbench.kernels.dispatch import dispatch_w13, dispatch_w13_torch, w2_dgrad, w2_dgrad_torch
+from workbench.kernels.peers import rows_at
 
 pytestmark = pytest.mark.values
 
-SHAPES = {"tma": (80, 72, torch.bfloat16), "pointers": (33, 19, torch.bfloat16),
-          "float32": (36, 20, torch.float32)}  # fmt: skip
+SHAPES = {
+    "tma": (80, 72, torch.bfloat16),
+    "pointers": (33, 19, torch.bfloat16),
+    "float32": (36, 20, torch.float32),
+}
 """D, F, dtype: with tensor descriptors, without (odd pitches), and the test dtype."""
 cases = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 shapes = pytest.mark.parametrize(("D", "F", "dtype"), SHAPES.values(), ids=SHAPES)
@@ -51,8 +49,16 @@ def test_dispatch_w13(rows, D, F, dtype):
     decision = decided(total, BASE=x_at)
     x_kept, h1 = keeps(group.arenas_PB[1], decision, dtype, D, 2 * F)
     # Nothing was kept, so rows are made again; for no rows there is nothing to make.
-    given = {"x": x, **route, "divisor": K, "w13_E2FD": w13, "decision": decision,
-             "x_kept": x_kept, "h1": h1, "again": True}  # fmt: skip
+    given = {
+        "x": x,
+        **route,
+        "divisor": K,
+        "w13_E2FD": w13,
+        "decision": decision,
+        "x_kept": x_kept,
+        "h1": h1,
+        "again": True,
+    }
     before = group.arenas_PB.clone()
     run(dispatch_w13(TARGET, **given))
     found_x = rows_at(group.arenas_PB[1], x_at, total, D, dtype).clone()
@@ -77,11 +83,20 @@ def test_w2_dgrad(rows, D, F, dtype):
     dy = group.place(100, D, dtype=dtype)
     dy.all_P.copy_(normal(2, 100, D, dtype=dtype))
     nan = float("nan")
-    outs = [(torch.full((total + 9, D), nan, dtype=dtype),
-             torch.full((total + 9, F), nan, dtype=dtype)) for _ in range(2)]  # fmt: skip
+    outs = [
+        (torch.full((total + 9, D), nan, dtype=dtype), torch.full((total + 9, F), nan, dtype=dtype))
+        for _ in range(2)
+    ]
     for (dy_RD, g_RF), how in zip(outs, ("kernel", "twin"), strict=True):
-        given = {"dy": dy, **route, "divisor": 1, "w2_EDF": w2, "decision": decided(total),
-                 "dy_RD": dy_RD, "g_RF": g_RF}  # fmt: skip
+        given = {
+            "dy": dy,
+            **route,
+            "divisor": 1,
+            "w2_EDF": w2,
+            "decision": decided(total),
+            "dy_RD": dy_RD,
+            "g_RF": g_RF,
+        }
         w2_dgrad_torch(**given) if how == "twin" else run(w2_dgrad(TARGET, **given))
     (dy_RD, g_RF), (twin_dy, twin_g) = outs
     assert torch.equal(dy_RD[:total], twin_dy[:total])
@@ -113,12 +128,19 @@ def test_combine(rows, D, F, dtype, ranked):
     (dh1,) = keeps(group.arenas_PB[0], decision, dtype, 2 * F)
     common = {**route, "decision": decision, "out": out}
     for kernel, twin, given, exact in (
-        (w2_combine, w2_combine_torch, {"act_RF": act, "w2_EDF": w2},
-         torch.einsum("rf,rdf->rd", act[:total].double(), w2.double()[expert_of(rows)])),
-        (w13_dgrad_combine, w13_dgrad_combine_torch,
-         {"dh1": dh1, "w13_E2FD": w13},
-         torch.einsum("rf,rfd->rd", h1.double(), w13.double()[expert_of(rows)])),
-    ):  # fmt: skip
+        (
+            w2_combine,
+            w2_combine_torch,
+            {"act_RF": act, "w2_EDF": w2},
+            torch.einsum("rf,rdf->rd", act[:total].double(), w2.double()[expert_of(rows)]),
+        ),
+        (
+            w13_dgrad_combine,
+            w13_dgrad_combine_torch,
+            {"dh1": dh1, "w13_E2FD": w13},
+            torch.einsum("rf,rfd->rd", h1.double(), w13.double()[expert_of(rows)]),
+        ),
+    ):
         out.all_P.fill_(float("nan"))
         run(kernel(TARGET, **common, **given))
         found = out.all_P.clone()
@@ -138,6 +160,17 @@ def test_nothing_is_written_where_the_call_does_not_run(why):
     decision = decided(total, KEPT=total) if why == "kept" else decided(total, OK=0)
     x_kept, h1 = keeps(group.arenas_PB[0], decision, dtype, D, 2 * F)
     before = group.arenas_PB.clone()
-    run(dispatch_w13(TARGET, x=x, **route, divisor=1, w13_E2FD=w13, decision=decision,
-                     x_kept=x_kept, h1=h1, again=True))  # fmt: skip
+    run(
+        dispatch_w13(
+            TARGET,
+            x=x,
+            **route,
+            divisor=1,
+            w13_E2FD=w13,
+            decision=decision,
+            x_kept=x_kept,
+            h1=h1,
+            again=True,
+        )
+    )
     assert torch.equal(group.arenas_PB, before)

@@ -21,8 +21,8 @@ SHAPE = Shape(block=16, parts=3, columns=3, group=2, merged=False)
 def table(shape=SHAPE, rows=ROWS):
     starts_e = torch.tensor([0, *rows]).cumsum(0)
     tasks, (gathers, products), _ = task_table_torch(
-        starts_e=starts_e, decision=decided(sum(rows)), again=False, rows=512,
-        shape=shape)  # fmt: skip
+        starts_e=starts_e, decision=decided(sum(rows)), again=False, rows=512, shape=shape
+    )
     at = shape.products_at(512, len(rows))
     return torch.cat([tasks[:gathers], tasks[at : at + products]])
 
@@ -32,10 +32,15 @@ def outcome(tasks, seed, programs=None, shape=SHAPE, rows=ROWS, N=N):
     total = sum(rows)
     a, out = torch.full((total, D), float("nan")), torch.full((total, N), float("nan"))
     grouped_gemm_tasks_torch(
-        tasks=tasks, shape=shape, seed=seed, programs=programs,
-        weights_EKN=normal(len(rows), D, N, dtype=torch.float32, seed=1), a_RK=a,
-        source_RK=normal(total, D, dtype=torch.float32, seed=2), out_RN=out,
-    )  # fmt: skip
+        tasks=tasks,
+        shape=shape,
+        seed=seed,
+        programs=programs,
+        weights_EKN=normal(len(rows), D, N, dtype=torch.float32, seed=1),
+        a_RK=a,
+        source_RK=normal(total, D, dtype=torch.float32, seed=2),
+        out_RN=out,
+    )
     return torch.cat([a, out], 1).view(torch.int32)
 
 
@@ -59,8 +64,13 @@ def test_200_interleavings_give_equal_bits():
 def test_200_interleavings_of_the_real_choices_give_equal_bits(target, tma):
     rows, width = [300, 0, 129, 1], 600
     choice = choose_grouped_gemm(target, N=width, K=D, itemsize=2, gather=True, tma=tma)
-    shape = Shape(block=choice.BM, parts=choice.parts, columns=cdiv(width, choice.BN),
-                  group=choice.group, merged=False)  # fmt: skip
+    shape = Shape(
+        block=choice.BM,
+        parts=choice.parts,
+        columns=cdiv(width, choice.BN),
+        group=choice.group,
+        merged=False,
+    )
     tasks = table(shape, rows)
     first = outcome(tasks, 0, shape=shape, rows=rows, N=width)
     assert not torch.isnan(first.view(torch.float32)).any()

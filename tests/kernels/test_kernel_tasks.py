@@ -18,13 +18,30 @@ def gathered(rows, D=40, N=72):
     x = group.place(160, D, dtype=BF16)
     x.all_P.copy_(normal(2, 160, D, dtype=BF16))
     total = sum(rows)
-    a, out = torch.full((total, D), float("nan"), dtype=BF16), torch.full(
-        (total, N), float("nan"), dtype=BF16)  # fmt: skip
+    a, out = (
+        torch.full((total, D), float("nan"), dtype=BF16),
+        torch.full((total, N), float("nan"), dtype=BF16),
+    )
     weights = normal(len(rows), N, D, dtype=BF16, seed=1)
     route = routed(rows, 2, 160, seed=3)
-    return x, a, out, grouped_gemm(
-        TARGET, weights=weights, weights_NK=True, decision=decided(total), again=False,
-        rows=200, peers=x, gather=True, a=a, out=out, **route)  # fmt: skip
+    return (
+        x,
+        a,
+        out,
+        grouped_gemm(
+            TARGET,
+            weights=weights,
+            weights_NK=True,
+            decision=decided(total),
+            again=False,
+            rows=200,
+            peers=x,
+            gather=True,
+            a=a,
+            out=out,
+            **route,
+        ),
+    )
 
 
 def test_merged_lists_in_other_legal_orders_give_equal_bits():
@@ -38,8 +55,11 @@ def test_merged_lists_in_other_legal_orders_give_equal_bits():
         chance = random.Random(seed)
         left, order, signalled = table.tolist(), [], {}
         while left:
-            able = [t for t in left if t[Task.WAIT] < 0
-                    or signalled.get(t[Task.WAIT], 0) >= t[Task.UNTIL]]  # fmt: skip
+            able = [
+                t
+                for t in left
+                if t[Task.WAIT] < 0 or signalled.get(t[Task.WAIT], 0) >= t[Task.UNTIL]
+            ]
             task = chance.choice(able)
             left.remove(task)
             order.append(task)
@@ -66,16 +86,28 @@ def test_lists_by_role_as_on_a_gpu_give_equal_bits(early, programs, gather):
     workers = programs + gather
     shape = Shape(block=64, parts=2 if gather else 0, columns=2, group=2, merged=False)
     starts_e = torch.tensor([0, *rows]).cumsum(0)
-    table = task_table(TARGET, starts_e=starts_e, decision=decided(sum(rows)),
-                       again=False, rows=200, shape=shape)  # fmt: skip
+    table = task_table(
+        TARGET, starts_e=starts_e, decision=decided(sum(rows)), again=False, rows=200, shape=shape
+    )
     launch = launches[1]
     launch = replace(
-        launch, grid=workers,
-        args={**launch.args, "tasks_at": table.tasks, "counts_at": table.counts,
-              "counters_at": table.counters, "first_product": table.products_at},
-        constants={**launch.constants, "MERGED": False, "GATHERS": gather,
-                   "GATHERERS": int(gather), "EARLY": early},
-    )  # fmt: skip
+        launch,
+        grid=workers,
+        args={
+            **launch.args,
+            "tasks_at": table.tasks,
+            "counts_at": table.counts,
+            "counters_at": table.counters,
+            "first_product": table.products_at,
+        },
+        constants={
+            **launch.constants,
+            "MERGED": False,
+            "GATHERS": gather,
+            "GATHERERS": int(gather),
+            "EARLY": early,
+        },
+    )
     out.fill_(float("nan"))
     a.copy_(torch.full_like(a, float("nan")) if gather else filled)
     run([table.launch, launch])

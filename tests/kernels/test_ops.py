@@ -5,8 +5,8 @@ import inspect
 import pytest
 import torch
 from workbench.kernels.catalogue import OPS
-from workbench.kernels.memory import Kept, Peers
 from workbench.kernels.ops import Sizes, examples
+from workbench.kernels.peers import Kept, Peers
 from workbench.kernels.words import operand_offset
 
 from workbench.moe.config import MoEConfig
@@ -50,17 +50,25 @@ def test_examples_launch_and_cost_what_they_must():
     assert {label.partition(",")[0] for label in found} == set(OPS)
     R, D, F, e = 48, 16, 8, 2
     flop = {
-        "dispatch_w13": 2 * R * D * 2 * F, "w2_combine": 2 * R * F * D, "w2_dgrad": 2 * R * D * F,
-        "w13_dgrad_combine": 2 * R * 2 * F * D, "w2_wgrad": 2 * R * D * F,
-        "w13_wgrad": 2 * R * 2 * F * D, "w2_wgrad, FP32, accumulating": 2 * R * D * F,
-    }  # fmt: skip
+        "dispatch_w13": 2 * R * D * 2 * F,
+        "w2_combine": 2 * R * F * D,
+        "w2_dgrad": 2 * R * D * F,
+        "w13_dgrad_combine": 2 * R * 2 * F * D,
+        "w2_wgrad": 2 * R * D * F,
+        "w13_wgrad": 2 * R * 2 * F * D,
+        "w2_wgrad, FP32, accumulating": 2 * R * D * F,
+    }
     assert {label: ex.cost.flop for label, ex in found.items() if ex.cost.flop} == flop
     links = {label: ex.cost.link_bytes for label, ex in found.items() if ex.cost.link_bytes}
     assert links == {
-        "route_table": 4 * 4 * R, "dispatch_w13": 2 * R * D, "w2_combine": 2 * R * D,
-        "w2_dgrad": 2 * R * D, "w13_dgrad_combine": 2 * R * D, "swiglu_backward": 4 * R,
+        "route_table": 4 * 4 * R,
+        "dispatch_w13": 2 * R * D,
+        "w2_combine": 2 * R * D,
+        "w2_dgrad": 2 * R * D,
+        "w13_dgrad_combine": 2 * R * D,
+        "swiglu_backward": 4 * R,
         "swiglu_backward, clamped": 4 * R,
-    }  # fmt: skip
+    }
     accumulating = found["w2_wgrad, FP32, accumulating"].cost.hbm_bytes
     assert accumulating == 2 * R * (D + F) + 8 * e * D * F
 
@@ -69,8 +77,14 @@ def test_a_kept_operand_lies_behind_those_before_it():
     arena_B = torch.arange(4096, dtype=torch.int32).to(torch.uint8)
     decision = torch.tensor([1, 5, 5, 256, 0])  # 5 rows from byte 256 on
     row_bytes_O = torch.tensor([3, 200, 4])
-    kept = Kept(arena_B=arena_B, decision=decision, row_bytes_O=row_bytes_O, index=2, width=4,
-                dtype=torch.uint8)  # fmt: skip
+    kept = Kept(
+        arena_B=arena_B,
+        decision=decision,
+        row_bytes_O=row_bytes_O,
+        index=2,
+        width=4,
+        dtype=torch.uint8,
+    )
     assert operand_offset(5, [3, 200]) == 128 + 1024
     at = 256 + 128 + 1024
     assert kept.rows().tolist() == arena_B[at : at + 20].view(5, 4).tolist()

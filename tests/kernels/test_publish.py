@@ -4,12 +4,7 @@ import pytest
 import torch
 from group import TARGET, normal, seeded
 from workbench.kernels.device import run
-from workbench.kernels.publish import (
-    publish,
-    publish_grad,
-    publish_grad_torch,
-    publish_torch,
-)
+from workbench.kernels.publish import publish, publish_grad, publish_grad_torch, publish_torch
 from workbench.kernels.words import HEAD_WORDS, Code, Head
 
 pytestmark = pytest.mark.values
@@ -20,17 +15,23 @@ E = 16
 def given(T, K, *, ids_dtype=torch.int64, scores_dtype=torch.float32, dtype=torch.bfloat16):
     g = seeded(T)
     ids = torch.rand(T, E, generator=g).argsort(1)[:, :K].contiguous()
-    return {"x_TD": normal(T, 33, dtype=dtype), "ids_TK": ids.to(ids_dtype),
-            "scores_TK": normal(T, K, dtype=scores_dtype, seed=1)}  # fmt: skip
+    return {
+        "x_TD": normal(T, 33, dtype=dtype),
+        "ids_TK": ids.to(ids_dtype),
+        "scores_TK": normal(T, K, dtype=scores_dtype, seed=1),
+    }
 
 
 def published(inputs, how, code=0):
     T, K = inputs["ids_TK"].shape
     head = torch.zeros(HEAD_WORDS, dtype=torch.int64)
     head[Head.KIND], head[Head.CALL], head[Head.CODE] = 1, 7, code
-    outs = {"x_out_TD": torch.full_like(inputs["x_TD"], float("nan")),
-            "ids_out_TK": torch.full((T, K), -9, dtype=torch.int32),
-            "scores_out_TK": torch.full((T, K), float("nan")), "head": head}  # fmt: skip
+    outs = {
+        "x_out_TD": torch.full_like(inputs["x_TD"], float("nan")),
+        "ids_out_TK": torch.full((T, K), -9, dtype=torch.int32),
+        "scores_out_TK": torch.full((T, K), float("nan")),
+        "head": head,
+    }
     if how == "twin":
         publish_torch(**inputs, **outs, num_experts=E)
     else:

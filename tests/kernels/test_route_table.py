@@ -42,10 +42,12 @@ def test_route_table(P, T, K, E, kind, room):
     for rank in range(P):
         results = []
         for how in ("kernel", "twin"):
-            table = {"rank_R": torch.full((R,), -1, dtype=torch.int32),
-                     "slot_R": torch.full((R,), -1, dtype=torch.int32),
-                     "starts_e": torch.full((e + 1,), -1),
-                     "counts_PE": torch.full((P, E), -1)}  # fmt: skip
+            table = {
+                "rank_R": torch.full((R,), -1, dtype=torch.int32),
+                "slot_R": torch.full((R,), -1, dtype=torch.int32),
+                "starts_e": torch.full((e + 1,), -1),
+                "counts_PE": torch.full((P, E), -1),
+            }
             if how == "kernel":
                 run(route_table(TARGET, ids=ids, rank=rank, **table))
             else:
@@ -94,16 +96,16 @@ def test_receive_order(rows):
 
 
 @pytest.mark.parametrize("ok", [0, 1])
-@pytest.mark.parametrize(("D", "dtype"), [(33, torch.bfloat16), (72, torch.bfloat16),
-                                          (1, torch.float32)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("D", "dtype"), [(33, torch.bfloat16), (72, torch.bfloat16), (1, torch.float32)]
+)
 def test_pack_and_unpack(D, dtype, ok):
     N, K = 97, 3
     order = torch.randperm(N, generator=seeded(D))
     decision = decided(0, OK=ok)
     outs = torch.full((4, N, D), float("nan"), dtype=dtype)
     rows = normal(N, D, dtype=dtype)
-    run(pack(TARGET, rows_ND=rows, order_N=order, divisor=K, decision=decision,
-             send_ND=outs[0]))  # fmt: skip
+    run(pack(TARGET, rows_ND=rows, order_N=order, divisor=K, decision=decision, send_ND=outs[0]))
     pack_torch(rows_ND=rows, order_N=order, divisor=K, decision=decision, send_ND=outs[1])
     run(unpack(TARGET, received_ND=rows, order_N=order, decision=decision, out_ND=outs[2]))
     unpack_torch(received_ND=rows, order_N=order, decision=decision, out_ND=outs[3])

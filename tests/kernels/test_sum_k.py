@@ -32,15 +32,29 @@ def test_order_of_k_is_kept():
     rows = torch.tensor([1.0, 2.0**30, -(2.0**30)]).view(1, 3, 1).expand(1, 3, 4).contiguous()
     for order, wanted in (((0, 1, 2), 0.0), ((1, 2, 0), 1.0)):
         out = torch.empty(1, 4)
-        run(sum_k(TARGET, rows_TKD=rows[:, order].contiguous(), scores_TK=None,
-                  decision=decided(1), out_TD=out))  # fmt: skip
+        run(
+            sum_k(
+                TARGET,
+                rows_TKD=rows[:, order].contiguous(),
+                scores_TK=None,
+                decision=decided(1),
+                out_TD=out,
+            )
+        )
         assert (out == wanted).all()
 
 
 def test_nan_where_the_call_does_not_run():
     out = torch.zeros(5, 8)
-    run(sum_k(TARGET, rows_TKD=torch.zeros(5, 2, 8), scores_TK=None,
-              decision=decided(1, OK=0), out_TD=out))  # fmt: skip
+    run(
+        sum_k(
+            TARGET,
+            rows_TKD=torch.zeros(5, 2, 8),
+            scores_TK=None,
+            decision=decided(1, OK=0),
+            out_TD=out,
+        )
+    )
     assert torch.isnan(out).all()
 
 

@@ -5,12 +5,8 @@ import pytest
 import torch
 from group import LIMIT, ROWS, TARGET, Group, close, decided, keeps, normal, routed
 from workbench.kernels.device import run
-from workbench.kernels.swiglu import (
-    swiglu,
-    swiglu_backward,
-    swiglu_backward_torch,
-    swiglu_torch,
-)
+from workbench.kernels.swiglu import swiglu, swiglu_torch
+from workbench.kernels.swiglu_backward import swiglu_backward, swiglu_backward_torch
 
 pytestmark = pytest.mark.values
 
@@ -66,8 +62,9 @@ def test_backward(total, limit, dtype, back):
         home = {"back_rank_R": route["rank_R"], "back_row_R": route["row_R"]}
         place = (route["rank_R"][:total].long(), route["row_R"][:total].long())
     else:
-        dscores = type(dscores)(all_P=dscores.all_P[1:], bases_P=dscores.bases_P[1:],
-                                offset=dscores.offset)  # fmt: skip
+        dscores = type(dscores)(
+            all_P=dscores.all_P[1:], bases_P=dscores.bases_P[1:], offset=dscores.offset
+        )
         rows = torch.randperm(160)
         home = {"back_rank_R": None, "back_row_R": rows}
         place = (0, rows[:total])
@@ -79,9 +76,18 @@ def test_backward(total, limit, dtype, back):
         dscores.all_P.fill_(float("nan"))
         decision = decided(total)
         (h1_kept,) = keeps(arena_B, decision, dtype, 2 * F)
-        given = {"h1": h1_kept, "decision": decision, "rank_R": route["rank_R"],
-                 "row_R": route["row_R"], "scores": scores, "g_RF": g, "dscores": dscores, **home,
-                 "act_RF": act_RF, "limit": limit}  # fmt: skip
+        given = {
+            "h1": h1_kept,
+            "decision": decision,
+            "rank_R": route["rank_R"],
+            "row_R": route["row_R"],
+            "scores": scores,
+            "g_RF": g,
+            "dscores": dscores,
+            **home,
+            "act_RF": act_RF,
+            "limit": limit,
+        }
         if how == "kernel":
             run(swiglu_backward(TARGET, **given))
         else:

@@ -37,8 +37,13 @@ def deciding(rows, **given):
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_kernel_equals_twin(counts, merged, parts):
     shape = Shape(block=16, parts=parts, columns=5, group=4, merged=merged)
-    given = {"starts_e": starts(counts), "decision": deciding(sum(counts)), "again": False,
-             "rows": 256, "shape": shape}  # fmt: skip
+    given = {
+        "starts_e": starts(counts),
+        "decision": deciding(sum(counts)),
+        "again": False,
+        "rows": 256,
+        "shape": shape,
+    }
     tasks, numbers, counters = task_table_torch(**given)
     table = task_table(TARGET, **given)
     table.tasks.zero_()
@@ -52,8 +57,13 @@ def test_kernel_equals_twin(counts, merged, parts):
 def test_no_tasks_where_the_call_does_not_run():
     shape = Shape(block=16, parts=2, columns=5, group=4, merged=True)
     for decision in (deciding(9, OK=0), deciding(9, KEPT=9)):
-        given = {"starts_e": starts([9]), "decision": decision, "again": True,
-                 "rows": 9, "shape": shape}  # fmt: skip
+        given = {
+            "starts_e": starts([9]),
+            "decision": decision,
+            "again": True,
+            "rows": 9,
+            "shape": shape,
+        }
         table = task_table(TARGET, **given)
         run([table.launch])
         assert table.counts.tolist() == [0, 0] == task_table_torch(**given)[1].tolist()
@@ -64,9 +74,8 @@ def test_tasks_cover_every_row_and_column_once(merged):
     counts = COUNTS["mixed"]
     shape = Shape(block=16, parts=3, columns=5, group=4, merged=merged)
     tasks, (gathers, products), _ = task_table_torch(
-        starts_e=starts(counts), decision=deciding(sum(counts)), again=False, rows=256,
-        shape=shape,
-    )  # fmt: skip
+        starts_e=starts(counts), decision=deciding(sum(counts)), again=False, rows=256, shape=shape
+    )
     at = gathers if merged else shape.products_at(256, len(counts))
     tasks = torch.cat([tasks[:gathers], tasks[at : at + products]])
     seen = torch.zeros(2, 5, sum(counts), dtype=torch.int64)
@@ -85,9 +94,8 @@ def test_merged_list_has_every_producer_before_its_consumers():
     counts = COUNTS["mixed"]
     shape = Shape(block=16, parts=3, columns=5, group=4, merged=True)
     tasks, numbers, _ = task_table_torch(
-        starts_e=starts(counts), decision=deciding(sum(counts)), again=False, rows=256,
-        shape=shape,
-    )  # fmt: skip
+        starts_e=starts(counts), decision=deciding(sum(counts)), again=False, rows=256, shape=shape
+    )
     signalled: dict[int, int] = {}
     for task in tasks[: int(numbers.sum())].tolist():
         assert task[Task.WAIT] < 0 or signalled[task[Task.WAIT]] == task[Task.UNTIL]

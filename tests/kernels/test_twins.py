@@ -9,7 +9,7 @@ import pytest
 import torch
 from workbench.kernels.combine import w2_combine_torch
 from workbench.kernels.decide import decide_torch, release_torch
-from workbench.kernels.memory import Peers, for_experts, wide
+from workbench.kernels.peers import Peers, for_experts, wide
 from workbench.kernels.route_table import route_table_torch
 from workbench.kernels.sum_k import sum_k_torch
 from workbench.kernels.words import (
@@ -35,8 +35,14 @@ def route_table(ids_PTK: torch.Tensor, E: int, rank: int, room: int):
     rank_R, slot_R = torch.full((2, room), -7, dtype=torch.int32).unbind()
     starts_e = torch.empty(E // P + 1, dtype=torch.int64)
     counts_PE = torch.empty(P, E, dtype=torch.int64)
-    route_table_torch(ids=peers(ids_PTK), rank=rank, rank_R=rank_R, slot_R=slot_R,
-                      starts_e=starts_e, counts_PE=counts_PE)  # fmt: skip
+    route_table_torch(
+        ids=peers(ids_PTK),
+        rank=rank,
+        rank_R=rank_R,
+        slot_R=slot_R,
+        starts_e=starts_e,
+        counts_PE=counts_PE,
+    )
     return rank_R.tolist(), slot_R.tolist(), starts_e.tolist(), counts_PE
 
 
@@ -102,12 +108,22 @@ class Decision:
         counts_PE = torch.zeros(P, P, dtype=torch.int64)
         counts_PE[0] = torch.tensor(rows)
         decide_torch(
-            heads=peers(self.heads), counts_PE=counts_PE, decisions_L=self.decisions, entry=entry,
-            rank=rank, rows_available=50, slot_at=1000, slot_bytes=10_000, saves=saves,
-            row_bytes_O=torch.tensor([100, 200]), scratch_at=77,
-            texts=peers(self.texts), first_error=self.error, error_text=self.text,
+            heads=peers(self.heads),
+            counts_PE=counts_PE,
+            decisions_L=self.decisions,
+            entry=entry,
+            rank=rank,
+            rows_available=50,
+            slot_at=1000,
+            slot_bytes=10_000,
+            saves=saves,
+            row_bytes_O=torch.tensor([100, 200]),
+            scratch_at=77,
+            texts=peers(self.texts),
+            first_error=self.error,
+            error_text=self.text,
             peaks=self.peaks,
-        )  # fmt: skip
+        )
         return self.decisions[entry].tolist()
 
 
@@ -191,10 +207,14 @@ def test_combine_writes_the_rows_of_its_routes_and_no_others():
     to_rank, to_row = torch.tensor([0, 2, 1, 2]), torch.tensor([4, 0, 3, 2])
     decision = torch.zeros(DECIDE_WORDS, dtype=torch.int64)
     given = {
-        "act_RF": act, "w2_EDF": w2, "starts_e": torch.tensor([0, 3, 4]), "decision": decision,
-        "rank_R": to_rank, "row_R": to_row,
+        "act_RF": act,
+        "w2_EDF": w2,
+        "starts_e": torch.tensor([0, 3, 4]),
+        "decision": decision,
+        "rank_R": to_rank,
+        "row_R": to_row,
         "out": Peers(all_P=out, bases_P=torch.zeros(P), offset=0),
-    }  # fmt: skip
+    }
     w2_combine_torch(**given)
     assert out.isnan().all()  # not OK: nothing happens
     decision[Decide.OK], decision[Decide.ROWS] = 1, 4

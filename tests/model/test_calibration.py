@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from workbench.bench.record import load_table
 from workbench.errors import InputError
 from workbench.hardware import load_hardware
 from workbench.model.calibrate import calibrate, quantile, workloads
@@ -16,8 +15,9 @@ from workbench.model.calibration import (
     nearest,
     parameter_table,
 )
+from workbench.model.coefficients import CONSTANTS, PARAMETERS
 from workbench.model.fit import Problem
-from workbench.model.parameters import CONSTANTS, PARAMETERS
+from workbench.records.results import load_table
 
 GB300 = load_hardware("GB300")
 
@@ -34,8 +34,9 @@ def test_a_fit_on_the_model_s_own_data_recovers_every_parameter(study, seed):
     true = np.array([published[name][slot] for name, slot in problem.slots])
     true *= np.random.default_rng(seed).uniform(0.85, 1.15, len(true))
     times = problem.predict(true[None])
-    made = study.assign(iterationMS=times.iteration[0], forwardMS=times.forward[0],
-                        backwardMS=times.backward[0])  # fmt: skip
+    made = study.assign(
+        iterationMS=times.iteration[0], forwardMS=times.forward[0], backwardMS=times.backward[0]
+    )
     found = calibrate(made).values
     for (name, slot), value in zip(problem.slots, true, strict=True):
         assert found[name][slot] == pytest.approx(value, rel=0.02), (name, slot)
@@ -147,8 +148,13 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, change, message):
         (lambda t: t[t.F == 3072], "F=3072 only: at least two values .* link_efficiency"),
         (lambda t: t[t.category == "width"], "imbalance=1 only: .* flop_efficiency from layer_ms"),
         (
-            lambda t: t[(t.pipeline == "mega") & (t["mode"] == "inference")].iloc[[0, 1, 4]]
-            .assign(forwardMS=np.nan, iterationMS=lambda u: u.iterationMS.where(u.F < 3072, None)),
+            lambda t: (
+                t[(t.pipeline == "mega") & (t["mode"] == "inference")]
+                .iloc[[0, 1, 4]]
+                .assign(
+                    forwardMS=np.nan, iterationMS=lambda u: u.iterationMS.where(u.F < 3072, None)
+                )
+            ),
             "needs|only|determine",
         ),
         (lambda t: t.assign(pipeline="hyper"), "pipeline=dist_moe bf16 hyper|pipeline=.* unknown"),
@@ -157,7 +163,7 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, change, message):
             "device=GB300, H200 must be one",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_table_that_cannot_determine_the_parameters_is_refused(study, select, message):
     with pytest.raises(InputError, match=message) as caught:
         calibrate(select(study))

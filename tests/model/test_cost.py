@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench.bench.record import load_table, match_pairs
 from workbench.case import Case, case_table
 from workbench.model.cost import Work, cost_table
+from workbench.records.results import load_table, match_pairs
 from workbench.routing import rows_by_rank
 
 
@@ -32,8 +32,12 @@ def test_measured_link_bytes_lie_within_four_percent_of_the_wire_model(table):
         assert error.abs().mean() == pytest.approx(mean, abs=1e-4)
 
 
-SYSTEMS = [("dist_moe", "mega", "mxfp8"), ("dist_moe", "standard", "bf16"),
-           ("mok", "native", "mxfp8"), ("baseline", "alltoall", "bf16")]  # fmt: skip
+SYSTEMS = [
+    ("dist_moe", "mega", "mxfp8"),
+    ("dist_moe", "standard", "bf16"),
+    ("mok", "native", "mxfp8"),
+    ("baseline", "alltoall", "bf16"),
+]
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
@@ -42,8 +46,20 @@ SYSTEMS = [("dist_moe", "mega", "mxfp8"), ("dist_moe", "standard", "bf16"),
 def test_busiest_rank_by_counting_every_rank(mode, backend, pipeline, precision, factor):
     """Divisible by ep, so that every source sends exactly 1/ep of a rank's rows."""
     T, K, D, F, E, ep, S = 64, 2, 96, 160, 16, 4, 2
-    case = Case(backend=backend, mode=mode, ep=ep, precision=precision, pipeline=pipeline, F=F,
-                imbalance=factor, T=T, D=D, E=E, K=K, sharedExperts=S)  # fmt: skip
+    case = Case(
+        backend=backend,
+        mode=mode,
+        ep=ep,
+        precision=precision,
+        pipeline=pipeline,
+        F=F,
+        imbalance=factor,
+        T=T,
+        D=D,
+        E=E,
+        K=K,
+        sharedExperts=S,
+    )
     work = Work(table=case_table([case]))
     rows = rows_by_rank(T=T, K=K, ep=ep, factor=factor)
     traffic = np.outer(np.ones(ep), rows) / ep  # [source, destination]
@@ -78,8 +94,14 @@ def test_packing_is_the_sum_of_its_layers(table):
     for (_, row), (_, cost) in zip(packing.iterrows(), whole.iterrows(), strict=True):
         layers = pd.DataFrame([row] * 10).assign(factors=[(f,) for f in row["factors"]], layers=1)
         parts = cost_table(layers)
-        for name in ("usefulFLOP", "modeledHBMBytes", "wireBytes", "busiestRoutedFLOP",
-                     "busiestHBMBytes", "busiestWireBytes"):  # fmt: skip
+        for name in (
+            "usefulFLOP",
+            "modeledHBMBytes",
+            "wireBytes",
+            "busiestRoutedFLOP",
+            "busiestHBMBytes",
+            "busiestWireBytes",
+        ):
             assert parts[name].sum() == pytest.approx(cost[name], rel=1e-13)
         assert parts["busiestRows"].max() == cost["busiestRows"]
 

@@ -6,19 +6,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench.bench.record import load_table
 from workbench.case import MODES, PIPELINES, Case, case_table
+from workbench.cli.speed import bench_predict, random_cases
 from workbench.errors import InputError
 from workbench.hardware import known_devices, load_hardware
 from workbench.model.calibrate import calibrate
 from workbench.model.calibration import load_calibration
+from workbench.model.coefficients import CONSTANTS
 from workbench.model.cost import cost_table
 from workbench.model.fit import Problem
 from workbench.model.memory import PLANNED, memory_terms
-from workbench.model.parameters import CONSTANTS
 from workbench.model.prediction import REFUSALS, TIMES
 from workbench.model.roofline import roofline_table
-from workbench.speed import bench_predict, random_cases
+from workbench.records.results import load_table
 
 CALIBRATION = load_calibration()
 HAS_BLOCK_SCALES = {"GB300", "GB200", "B300", "B200", "MI355X"}
@@ -72,14 +72,23 @@ def random_of_every_kind(count, seed):
         E = ep * int(rng.choice([1, 2, 6, 16, 48, 384]))
         K = min(K, E)
         most = ep * min(K, E // ep) / K
-        cases.append(Case(
-            backend=backend, pipeline=pipeline, mode=str(rng.choice(MODES)), ep=ep, E=E, K=K,
-            precision=str(rng.choice(PIPELINES[backend][pipeline])),
-            T=int(2 ** rng.uniform(0, 17)), D=int(rng.choice([64, 512, 1000, 7168, 16384])),
-            F=int(rng.choice([1, 64, 100, 2048, 3072, 65536])),
-            imbalance=1.0 if ep == 1 else float(rng.uniform(0, most)),
-            scratchFactor=float(rng.choice([0.5, 1, 4, 8])), sharedExperts=int(rng.integers(0, 3)),
-        ))  # fmt: skip
+        cases.append(
+            Case(
+                backend=backend,
+                pipeline=pipeline,
+                mode=str(rng.choice(MODES)),
+                ep=ep,
+                E=E,
+                K=K,
+                precision=str(rng.choice(PIPELINES[backend][pipeline])),
+                T=int(2 ** rng.uniform(0, 17)),
+                D=int(rng.choice([64, 512, 1000, 7168, 16384])),
+                F=int(rng.choice([1, 64, 100, 2048, 3072, 65536])),
+                imbalance=1.0 if ep == 1 else float(rng.uniform(0, most)),
+                scratchFactor=float(rng.choice([0.5, 1, 4, 8])),
+                sharedExperts=int(rng.integers(0, 3)),
+            )
+        )
     return case_table(cases)
 
 
@@ -107,32 +116,48 @@ def test_no_time_is_below_its_floor_and_none_is_given_where_nothing_runs():
         assert not (found["backend"] == "baseline")[runs].any()
         rows = np.rint(np.maximum(found["imbalance"], 1) * found["T"] * found["K"])
         bf16 = found["pipeline"] == "standard"
-        assert not (bf16 & runs & (rows > found["scratchFactor"] * found["T"] * found["K"] + 1)
-                    ).any()  # fmt: skip
+        assert not (
+            bf16 & runs & (rows > found["scratchFactor"] * found["T"] * found["K"] + 1)
+        ).any()
     assert seen == set(REFUSALS)
 
 
 @pytest.mark.parametrize(
     ("device", "fields", "runs"),
     [
-        ("H200", {"ep": 8, "precision": "bf16", "pipeline": "standard", "F": 32768},
-         "memory: dist_moe bf16 standard needs"),
-        ("H200", {"ep": 8, "precision": "bf16", "pipeline": "standard", "mode": "inference"},
-         "yes"),
+        (
+            "H200",
+            {"ep": 8, "precision": "bf16", "pipeline": "standard", "F": 32768},
+            "memory: dist_moe bf16 standard needs",
+        ),
+        (
+            "H200",
+            {"ep": 8, "precision": "bf16", "pipeline": "standard", "mode": "inference"},
+            "yes",
+        ),
         ("H200", {"ep": 8}, "precision: H200 has no block-scaled matrix units for mxfp8"),
         ("MI300X", {"ep": 8}, "precision: MI300X has no block-scaled"),
         ("B200", {"ep": 16}, "domain: ep=16 leaves the peer domain of 8 GPUs"),
         ("GB300", {"ep": 128}, "domain: ep=128 leaves the peer domain of 72 GPUs"),
-        ("GB300", {"scratchFactor": 4.0, "imbalance": 4.5},
-         "scratch: the busiest rank receives more rows than scratchFactor=4.0 reserves"),
-        ("GB300", {"E": 38400, "ep": 32},
-         "memory: dist_moe mxfp8 mega needs more than the 288 GB of GB300"),
+        (
+            "GB300",
+            {"scratchFactor": 4.0, "imbalance": 4.5},
+            "scratch: the busiest rank receives more rows than scratchFactor=4.0 reserves",
+        ),
+        (
+            "GB300",
+            {"E": 38400, "ep": 32},
+            "memory: dist_moe mxfp8 mega needs more than the 288 GB of GB300",
+        ),
         ("GB300", {"F": 100}, "precision: dist_moe mxfp8 mega needs D divisible by 64, and D and"),
         ("GB300", {"T": 2**31 - 1}, "memory: needs more than 2..53 bytes"),
-        ("H200", {"ep": 16, "backend": "baseline", "pipeline": "alltoall", "precision": "bf16"},
-         "measurement: no record of baseline bf16 alltoall in the calibration, only of dist_moe"),
+        (
+            "H200",
+            {"ep": 16, "backend": "baseline", "pipeline": "alltoall", "precision": "bf16"},
+            "measurement: no record of baseline bf16 alltoall in the calibration, only of dist_moe",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_run_says_why_and_has_floors_but_no_time(device, fields, runs):
     case = Case(**{**KEYS, "ep": 64, **fields})
     found = CALIBRATION.predict([case], load_hardware(device)).iloc[0]
@@ -173,16 +198,32 @@ ENDS = [
     ("EP", "largest", [lambda t: t["ep"] == 64], 2, {**SERVE, "ep": 32}, {**SERVE, "ep": 48}),
     ("F", "smallest", [lambda t: t["F"] == 1536], 2, {"F": 768}, {"F": 736}),
     ("F", "largest", [lambda t: t["F"] == 6144], 2, {"F": 12288}, {"F": 12320}),
-    ("imbalance", "largest", [lambda t: (t["imbalance"] == 8) & t["profile"].isna()], 2,
-     {"imbalance": 16.0, "scratchFactor": 32.0}, {"imbalance": 16.1, "scratchFactor": 32.0}),
-    ("layers", "largest", [lambda t, p=p, b=b: (t["layers"] == 10) & (t["pipeline"] == p)
-                           & (t["precision"] == b)
-                           for b, p in (("bf16", "standard"), ("mxfp8", "staged"),
-                                        ("mxfp8", "mega"), ("bf16", "native"),
-                                        ("mxfp8", "native"))],
-     10, {**SERVE, "category": "packing", "profile": "x", "factors": (1.0,) * 10},
-     {**SERVE, "category": "packing", "profile": "x", "factors": (1.0,) * 11}),
-]  # fmt: skip
+    (
+        "imbalance",
+        "largest",
+        [lambda t: (t["imbalance"] == 8) & t["profile"].isna()],
+        2,
+        {"imbalance": 16.0, "scratchFactor": 32.0},
+        {"imbalance": 16.1, "scratchFactor": 32.0},
+    ),
+    (
+        "layers",
+        "largest",
+        [
+            lambda t, p=p, b=b: (t["layers"] == 10) & (t["pipeline"] == p) & (t["precision"] == b)
+            for b, p in (
+                ("bf16", "standard"),
+                ("mxfp8", "staged"),
+                ("mxfp8", "mega"),
+                ("bf16", "native"),
+                ("mxfp8", "native"),
+            )
+        ],
+        10,
+        {**SERVE, "category": "packing", "profile": "x", "factors": (1.0,) * 10},
+        {**SERVE, "category": "packing", "profile": "x", "factors": (1.0,) * 11},
+    ),
+]
 
 
 @pytest.mark.parametrize(("feature", "end", "folds", "ratio", "near", "beyond"), ENDS)
@@ -255,13 +296,15 @@ def test_an_end_that_was_never_held_out_is_not_trusted():
         ({"imbalance": 9.0}, "imbalance"),
         ({"T": 4096}, "T"),
         ({"E": 256}, "E"),
-        ({"T": 1, "D": 512, "E": 256, "K": 4, "sharedExperts": 0, "F": 64, "imbalance": 8.5},
-         "T, D, E, K, sharedExperts, F, imbalance"),
+        (
+            {"T": 1, "D": 512, "E": 256, "K": 4, "sharedExperts": 0, "F": 64, "imbalance": 8.5},
+            "T, D, E, K, sharedExperts, F, imbalance",
+        ),
         ({"category": "packing", "profile": "A"}, ""),
         ({"category": "packing", "profile": "x", "factors": (1.0,) * 11}, "layers"),
         ({"category": "packing", "profile": "A", "slotFactor": 0.5}, "replay"),
     ],
-)  # fmt: skip
+)
 def test_what_is_extrapolated_says_why(fields, why):
     found = one(**fields)
     assert found["extrapolated"] == bool(why)
@@ -273,8 +316,14 @@ def test_replay_without_a_packing_record_is_extrapolated():
 
     study = load_table()
     without = calibrate(study[study["category"] != "packing"])
-    native = {"backend": "mok", "pipeline": "native", "precision": "bf16", "mode": "training",
-              "ep": 32, "category": "packing"}  # fmt: skip
+    native = {
+        "backend": "mok",
+        "pipeline": "native",
+        "precision": "bf16",
+        "mode": "training",
+        "ep": 32,
+        "category": "packing",
+    }
     found = without.predict([Case(**native, profile="A")])
     assert found["extrapolation"].item() == "layers, replay"
     two = Case(**native, profile="two", factors=(7.0, 1.0))
@@ -317,8 +366,13 @@ def test_beyond_the_domain_the_link_has_two_levels():
 
 
 def test_impossible_requests_are_refused():
-    alltoall = {"backend": "baseline", "mode": "inference", "precision": "bf16",
-                "pipeline": "alltoall", "ep": 8}  # fmt: skip
+    alltoall = {
+        "backend": "baseline",
+        "mode": "inference",
+        "precision": "bf16",
+        "pipeline": "alltoall",
+        "ep": 8,
+    }
     assert CALIBRATION.predict([Case(**alltoall)])["runs"].item().startswith("measurement: ")
     strange = load_table().assign(pipeline="hyper")
     with pytest.raises(InputError, match="hyper is unknown to the time model"):

@@ -27,8 +27,11 @@ def run(monkeypatch, capsys, *args):
 def test_fields_make_a_product_and_the_pipeline_gives_its_backend():
     found = cases_of([], ["pipeline=mega,staged", "mode=training", "ep=32,64", "imbalance=4.5"])
     assert [(c.pipeline, c.ep) for c in found] == [
-        ("mega", 32), ("mega", 64), ("staged", 32), ("staged", 64)
-    ]  # fmt: skip
+        ("mega", 32),
+        ("mega", 64),
+        ("staged", 32),
+        ("staged", 64),
+    ]
     assert {(c.backend, c.precision, c.imbalance) for c in found} == {("dist_moe", "mxfp8", 4.5)}
 
 
@@ -93,9 +96,10 @@ def test_an_impossible_combination_is_a_row_and_the_others_are_predicted(monkeyp
     rows = json.loads(out)
     assert [row["ep"] for row in rows] == [7, 8, 96]
     assert [row["runs"] for row in rows] == [
-        "case: E=384 must be divisible by ep=7", "yes",
+        "case: E=384 must be divisible by ep=7",
+        "yes",
         "domain: ep=96 leaves the peer domain of 72 GPUs",
-    ]  # fmt: skip
+    ]
     assert [row["iterationMS"] is None for row in rows] == [True, False, True]
     code, _, err = run(monkeypatch, capsys, "predict", *GRID[:4], "-p", "ep=7,11")
     assert code == 2
@@ -122,8 +126,14 @@ def test_the_table_fits_and_shows_ids_whole(monkeypatch, capsys, width):
 
 def test_a_device_from_a_file_of_ones_own(monkeypatch, capsys, tmp_path):
     path = tmp_path / "own.toml"
-    entries = {"bf16_tflops": 2500, "fp8_tflops": 5000, "hbm_gb": 288, "hbm_tb_s": 4,
-               "scale_up_gb_s": 900, "scale_up_domain": 8}  # fmt: skip
+    entries = {
+        "bf16_tflops": 2500,
+        "fp8_tflops": 5000,
+        "hbm_gb": 288,
+        "hbm_tb_s": 4,
+        "scale_up_gb_s": 900,
+        "scale_up_domain": 8,
+    }
     lines = [f'{k} = {{ value = {v}, source = "s" }}' for k, v in entries.items()]
     path.write_text("\n".join(["[Lab1]", *lines]))
     case = "dist_moe-inference-ep8-bf16-standard-single_layer-i1-F3072"

@@ -4,11 +4,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from workbench.bench.record import load_table
 from workbench.case import Case, case_table
 from workbench.errors import InputError
 from workbench.hardware import load_hardware
 from workbench.model.roofline import attainable_tflops, link_ms, roofline_table
+from workbench.records.results import load_table
 
 GB300 = load_hardware("GB300")
 
@@ -52,16 +52,23 @@ def test_no_published_case_beats_its_floor():
 
 
 @pytest.mark.parametrize(
-    ("change", "binds"),
-    [({}, "compute"), ({"F": 64}, "link"), ({"T": 8}, "HBM")],
+    ("change", "binds"), [({}, "compute"), ({"F": 64}, "link"), ({"T": 8}, "HBM")]
 )
 def test_which_floor_binds(change, binds):
-    system = {"backend": "dist_moe", "mode": "inference", "ep": 16, "precision": "bf16",
-              "pipeline": "standard"}  # fmt: skip
+    system = {
+        "backend": "dist_moe",
+        "mode": "inference",
+        "ep": 16,
+        "precision": "bf16",
+        "pipeline": "standard",
+    }
     found = by_id(**system, **change)
     assert found["binds"] == binds
-    floors = {"compute": found["computeFloorMS"], "HBM": found["hbmFloorMS"],
-              "link": found["linkFloorMS"]}  # fmt: skip
+    floors = {
+        "compute": found["computeFloorMS"],
+        "HBM": found["hbmFloorMS"],
+        "link": found["linkFloorMS"],
+    }
     assert found["floorMS"] == floors[binds] == max(floors.values())
     assert "iterationMS" not in found.index
     assert math.isnan(found["floorFraction"])

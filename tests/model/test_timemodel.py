@@ -8,9 +8,9 @@ import pytest
 from workbench.case import Case, case_table
 from workbench.hardware import load_hardware
 from workbench.model.calibration import load_calibration
-from workbench.model.parameters import CONSTANTS, GROUPS, PARAMETERS, Group, own_count, slots
+from workbench.model.coefficients import CONSTANTS, GROUPS, PARAMETERS, Group, own_count, slots
 from workbench.model.timemodel import CaseArrays, layer_terms, overlap, predict_times
-from workbench.moe.case_plan import plan_table
+from workbench.planning.case_plan import plan_table
 
 GB300 = load_hardware("GB300")
 D, F, ROWS = 7168, 3072, 12288

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from workbench.bench.record import load_table
 from workbench.model.calibrate import calibrate
 from workbench.model.validate import PROTOCOLS, validate
+from workbench.records.results import load_table
 
 GATES = {
     "leave one workload out": (0.02, 0.14),
@@ -102,8 +102,12 @@ def test_a_table_without_packing_or_third_sizes_leaves_those_protocols_out():
     table = load_table()
     small = table[(table["category"] != "packing") & (table["ep"] < 32) & (table["F"] < 6144)]
     rows = validate(small).protocols.set_index("protocol")
-    for name in ("packing of one group left out", "largest EP from the smaller",
-                 "largest F from the rest", "backward, leave one workload out"):  # fmt: skip
+    for name in (
+        "packing of one group left out",
+        "largest EP from the smaller",
+        "largest F from the rest",
+        "backward, leave one workload out",
+    ):
         assert rows.loc[name, "cases"] == 0
         assert rows.loc[name, "gateMet"]
     assert rows.loc["leave one workload out", "cases"] > 30

@@ -32,9 +32,14 @@ class Workload:
         tokens = slice(rank * c.T, (rank + 1) * c.T)
         experts = slice(rank * c.local_experts, (rank + 1) * c.local_experts)
         return Workload(
-            c, self.x[tokens], self.ids[tokens], self.scores[tokens], self.w13[experts],
-            self.w2[experts], self.dy[tokens],
-        )  # fmt: skip
+            c,
+            self.x[tokens],
+            self.ids[tokens],
+            self.scores[tokens],
+            self.w13[experts],
+            self.w2[experts],
+            self.dy[tokens],
+        )
 
     def to(self, device: torch.device | str) -> "Workload":
         tensors = (self.x, self.ids, self.scores, self.w13, self.w2, self.dy)
@@ -108,10 +113,17 @@ def random_config(seed: int, ep: int, dtype: str, **given: Any) -> tuple[MoEConf
     K = min(size(8), E - e if empty else E)
     T = size(257, -(-64 // (ep * K)) if rounded else 1)
     config = MoEConfig(
-        T=T, D=size(384, 8 if rounded else 1), F=size(384, 8 if rounded else 1), E=E, K=K, ep=ep,
-        slot_factor=float(random.choice([0.0, 0.5, 1.0, 3.0])), scratch_factor=float(ep),
-        dtype=dtype, **given,
-    )  # fmt: skip
+        T=T,
+        D=size(384, 8 if rounded else 1),
+        F=size(384, 8 if rounded else 1),
+        E=E,
+        K=K,
+        ep=ep,
+        slot_factor=float(random.choice([0.0, 0.5, 1.0, 3.0])),
+        scratch_factor=float(ep),
+        dtype=dtype,
+        **given,
+    )
     return config, empty
 
 
@@ -152,5 +164,7 @@ def sliced(exact: tuple[np.ndarray, ...], rank: int, config: MoEConfig) -> tuple
     """A rank's part of all ranks' exact values."""
     T, e = config.T, config.local_experts
     tokens, experts = slice(rank * T, (rank + 1) * T), slice(rank * e, (rank + 1) * e)
-    return tuple(a[tokens if name in ("y", "x", "scores") else experts]
-                 for name, a in zip(NAMES, exact, strict=True))  # fmt: skip
+    return tuple(
+        a[tokens if name in ("y", "x", "scores") else experts]
+        for name, a in zip(NAMES, exact, strict=True)
+    )

@@ -48,21 +48,34 @@ def values(first: int, last: int) -> Any:
                     whole = tuple(
                         torch.from_numpy(np.concatenate(p)) for p in zip(*parts, strict=True)
                     )
-                    found.append({
-                        "seed": seed, "pipeline": pipeline, "dtype": dtype,
-                        "rows": [p["rows"] for p in peaks],
-                        "recomputed": sum(p["recomputed"] for p in peaks),
-                        "expert_rows": np.bincount(work.ids.ravel(), minlength=config.E).tolist(),
-                        "sizes": [config.T, config.D, config.F, config.E, config.K],
-                        "errors": errors(whole, exact),
-                    })  # fmt: skip
+                    found.append(
+                        {
+                            "seed": seed,
+                            "pipeline": pipeline,
+                            "dtype": dtype,
+                            "rows": [p["rows"] for p in peaks],
+                            "recomputed": sum(p["recomputed"] for p in peaks),
+                            "expert_rows": np.bincount(
+                                work.ids.ravel(), minlength=config.E
+                            ).tolist(),
+                            "sizes": [config.T, config.D, config.F, config.E, config.K],
+                            "errors": errors(whole, exact),
+                        }
+                    )
     return found
 
 
 def _cast(work: Workload, config: MoEConfig) -> Workload:
     dtype = getattr(torch, config.dtype)
-    return Workload(config, work.x.to(dtype), work.ids, work.scores, work.w13.to(dtype),
-                    work.w2.to(dtype), work.dy.to(dtype))  # fmt: skip
+    return Workload(
+        config,
+        work.x.to(dtype),
+        work.ids,
+        work.scores,
+        work.w13.to(dtype),
+        work.w2.to(dtype),
+        work.dy.to(dtype),
+    )
 
 
 def bad_inputs() -> Any:
@@ -304,8 +317,13 @@ def closes() -> Any:
         after = "nothing"
     except RuntimeError as error:
         after = f"{type(error).__name__}: {error}"
-    return {"inside": inside, "left": left, "closed": segments(), "bytes": [measured, planned],
-            "after": after}  # fmt: skip
+    return {
+        "inside": inside,
+        "left": left,
+        "closed": segments(),
+        "bytes": [measured, planned],
+        "after": after,
+    }
 
 
 def no_memory() -> Any:
@@ -353,10 +371,16 @@ def disagrees() -> Any:
 def sound() -> Any:
     """The jobs after which every rank is well, in one start."""
     return {
-        "bad": bad_inputs(), "overflow": overflow(), "mismatch standard": mismatch("standard"),
-        "mismatch alltoall": mismatch("alltoall"), "closes": closes(), "disagrees": disagrees(),
-        "no memory": no_memory(), "unseen": bad_inputs_unseen(), "no tokens": no_tokens(),
-    }  # fmt: skip
+        "bad": bad_inputs(),
+        "overflow": overflow(),
+        "mismatch standard": mismatch("standard"),
+        "mismatch alltoall": mismatch("alltoall"),
+        "closes": closes(),
+        "disagrees": disagrees(),
+        "no memory": no_memory(),
+        "unseen": bad_inputs_unseen(),
+        "no tokens": no_tokens(),
+    }
 
 
 JOBS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (values, sound, dies)}

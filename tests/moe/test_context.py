@@ -10,12 +10,12 @@ from workbench.kernels.words import DECIDE_WORDS, Code, Decide
 from workbench.case import Case
 from workbench.errors import InputError
 from workbench.moe import config as config_module
+from workbench.moe.arena import plan_ours
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
 from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import NvlinkGroup, SharedGroup, VirtualGroup
 from workbench.moe.pages import Lender
-from workbench.moe.plan_ours import plan_ours
 
 GOOD = {"T": 8, "D": 16, "F": 8, "E": 8, "K": 2, "ep": 2}
 
@@ -43,8 +43,19 @@ def test_bad_configs(change, message):
 
 
 def test_config_of_a_case():
-    case = Case(backend="baseline", mode="training", ep=2, precision="bf16", pipeline="alltoall",
-                T=8, D=16, F=8, E=8, K=2, slotFactor=2.5)  # fmt: skip
+    case = Case(
+        backend="baseline",
+        mode="training",
+        ep=2,
+        precision="bf16",
+        pipeline="alltoall",
+        T=8,
+        D=16,
+        F=8,
+        E=8,
+        K=2,
+        slotFactor=2.5,
+    )
     found = MoEConfig.from_case(case, validate="never")
     assert found == MoEConfig(**GOOD, pipeline="alltoall", slot_factor=2.5, validate="never")
     quantised = Case(backend="dist_moe", mode="training", ep=8, precision="mxfp8", pipeline="mega")
@@ -156,8 +167,10 @@ def test_a_new_pipeline_is_one_module_and_one_word(monkeypatch):
     from workbench.moe.pipelines.parts import Phase
 
     module = ModuleType("workbench.moe.pipelines.mine")
-    module.PIPELINE = replace(standard.PIPELINE, forward=(
-        *standard.PIPELINE.forward, Phase("doubled", lambda step: step.y_TD.mul_(2))))  # fmt: skip
+    module.PIPELINE = replace(
+        standard.PIPELINE,
+        forward=(*standard.PIPELINE.forward, Phase("doubled", lambda step: step.y_TD.mul_(2))),
+    )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(config_module, "PIPELINES", (*config_module.PIPELINES, "mine"))
     config = MoEConfig(**GOOD, pipeline="mine")

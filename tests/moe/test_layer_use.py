@@ -258,9 +258,12 @@ def _refused(layer: MoELayer, x: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "validate"),
     # torch itself refuses a graph over nested tensors
-    [case for case in itertools.product(NO_TOKENS, ("always", "never"))
-     if case != ("nested", "never")],
-)  # fmt: skip
+    [
+        case
+        for case in itertools.product(NO_TOKENS, ("always", "never"))
+        if case != ("nested", "never")
+    ],
+)
 def test_what_are_no_tokens_is_refused_by_the_group(name, validate):
     make, text = NO_TOKENS[name]
     with create_context(replace(CONFIG, validate=validate), VirtualGroup(2)) as context:
@@ -282,8 +285,9 @@ def test_checkpoint_needs_the_entries_of_the_region_that_is_computed_again(layer
             if whole:
                 return checkpoint(super().forward, x, use_reentrant=False)
             for layer in self.layers:
-                x = checkpoint(lambda x, layer: x + layer(self.norm(x)), x, layer,
-                               use_reentrant=False)  # fmt: skip
+                x = checkpoint(
+                    lambda x, layer: x + layer(self.norm(x)), x, layer, use_reentrant=False
+                )
             return x
 
     def contexts(n: int) -> Context:

@@ -15,12 +15,26 @@ RANKS = Path(__file__).with_name("ranks.py")
 
 def torchrun(out: Path, ranks: int, job: str, *arguments: object) -> list:
     """What each rank of a job found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0",
-               f"--nproc-per-node={ranks}", RANKS, job, out, *arguments]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts=0",
+        f"--nproc-per-node={ranks}",
+        RANKS,
+        job,
+        out,
+        *arguments,
+    ]
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
 

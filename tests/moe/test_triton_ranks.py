@@ -13,12 +13,26 @@ RANKS = Path(__file__).with_name("ranks_triton.py")
 
 
 def found_by(kind, ranks, seeds, out, **environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0",
-               f"--nproc-per-node={ranks}", RANKS, kind, out, *seeds]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts=0",
+        f"--nproc-per-node={ranks}",
+        RANKS,
+        kind,
+        out,
+        *seeds,
+    ]
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, check=False,
-    )  # fmt: skip
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -41,6 +55,7 @@ def test_peers_in_other_processes(ranks, tmp_path):
 
 @pytest.mark.gpu
 def test_two_ranks_on_one_gpu(tmp_path):
-    found = found_by("nvlink", 2, range(101, 111), tmp_path,
-                     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")  # fmt: skip
+    found = found_by(
+        "nvlink", 2, range(101, 111), tmp_path, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1"
+    )
     right(found)

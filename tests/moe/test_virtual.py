@@ -9,12 +9,12 @@ import torch
 from layer_cases import LIMIT, as_float64, errors, random_config, run, workload
 
 from workbench.case import PROFILES
+from workbench.moe.arena import plan_ours
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import BACKWARD, FORWARD, create_context, dry_run
 from workbench.moe.group import VirtualGroup
 from workbench.moe.oracle import oracle, relative_error
-from workbench.moe.plan_ours import plan_ours
 from workbench.routing import route, rows_by_expert
 
 SMALL = MoEConfig(T=23, D=40, F=24, E=8, K=3, ep=4, layers=4, scratch_factor=4)
@@ -228,8 +228,9 @@ def test_backwards_in_the_order_of_their_forwards(pipeline):
                     assert error < 1e-5, name
             if work is not None:
                 leaves = work.leaves()
-                flying.append((work, leaves, routed_experts(leaves[0], work.ids, *leaves[1:],
-                                                            context)))  # fmt: skip
+                flying.append(
+                    (work, leaves, routed_experts(leaves[0], work.ids, *leaves[1:], context))
+                )
                 with torch.no_grad():
                     routed_experts(work.dy, work.ids, work.scores, work.w13, work.w2, context)
         peaks = context.peaks().values()

@@ -1,8 +1,8 @@
 import pytest
 
 from tests import needs
-from workbench.bench.record import concat, load_table
 from workbench.hardware import load_hardware
+from workbench.records.results import concat, load_table
 from workbench.report.export import export_figures
 from workbench.report.figures import all_figures
 

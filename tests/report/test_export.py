@@ -11,8 +11,8 @@ import pytest
 
 from workbench.errors import InputError
 from workbench.report import export
-from workbench.report.draw import figure_data
 from workbench.report.export import PLOTLY_JS, export_figures, find_browser
+from workbench.report.figure_data import figure_data
 from workbench.report.figures import FIGURES
 from workbench.report.theme import COLUMN, DOUBLE
 
@@ -182,10 +182,15 @@ def test_figure_data_has_error_bars_panels_and_cases(figures):
     headline = figure_data(figures["headline"])
     total = headline[headline["y"] == "all pairs (44)"].iloc[-1]
     assert (round(total["x"], 3), round(total["x_low"], 3), round(total["x_high"], 3)) == (
-        1.173, 1.048, 1.401,
-    )  # fmt: skip
+        1.173,
+        1.048,
+        1.401,
+    )
     slowdown = figure_data(figures["slowdown"])
     assert slowdown["case"].notna().sum() == 60
     assert set(slowdown["panel"]) == {
-        "inference, EP 8", "inference, EP 16", "training, EP 32", "training, EP 64",
-    }  # fmt: skip
+        "inference, EP 8",
+        "inference, EP 16",
+        "training, EP 32",
+        "training, EP 64",
+    }

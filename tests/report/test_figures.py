@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 
-from workbench.bench.record import concat
 from workbench.case import PIPELINES
 from workbench.errors import InputError
 from workbench.hardware import load_hardware
-from workbench.report.draw import figure_data
+from workbench.records.results import concat
+from workbench.report.figure_data import figure_data
 from workbench.report.figures import FIGURES, all_figures
 from workbench.report.theme import STYLES
 
@@ -67,11 +67,18 @@ def test_a_system_looks_the_same_in_every_figure(figures):
 
 @pytest.mark.parametrize(
     ("name", "column"),
-    [("imbalance", "iterationMS"), ("slowdown", None), ("width", "usefulTFPerGPU"),
-     ("roofline", "usefulTFPerGPU"), ("packing_time", "iterationMS"),
-     ("packing_memory", "peakAllocatedGiB"), ("memory", "peakAllocatedGiB"),
-     ("rates", "meanTXGBps"), ("balanced", "iterationMS")],
-)  # fmt: skip
+    [
+        ("imbalance", "iterationMS"),
+        ("slowdown", None),
+        ("width", "usefulTFPerGPU"),
+        ("roofline", "usefulTFPerGPU"),
+        ("packing_time", "iterationMS"),
+        ("packing_memory", "peakAllocatedGiB"),
+        ("memory", "peakAllocatedGiB"),
+        ("rates", "meanTXGBps"),
+        ("balanced", "iterationMS"),
+    ],
+)
 def test_a_figure_shows_the_record_of_each_of_its_cases(name, column, figures, study):
     """Every y of a case is one of its record's numbers, and `column` is shown for every case;
     without a column it is how often its time is that of its balanced case."""
@@ -82,8 +89,9 @@ def test_a_figure_shows_the_record_of_each_of_its_cases(name, column, figures, s
     numeric["reserved"] = numeric["peakReservedBytes"] / 2**30
     if column is None:  # a ratio: against the time of the same case at an even load
         assert len(shown) == 60
-        times = study.set_index(["backend", "pipeline", "precision", "mode", "ep", "category",
-                                 "F", "imbalance"])["iterationMS"]  # fmt: skip
+        times = study.set_index(
+            ["backend", "pipeline", "precision", "mode", "ep", "category", "F", "imbalance"]
+        )["iterationMS"]
         for case, y in zip(shown["case"], shown["y"], strict=True):
             key = records.loc[case, times.index.names[:-1]]
             assert y == pytest.approx(records.loc[case, "iterationMS"] / times[(*key, 1.0)])
@@ -127,23 +135,42 @@ def test_floors_stay_below_the_measured_time_and_name_what_binds(figures):
     shown = figure_data(figures["floors"])
     assert shown["y"].astype(float).between(30, 66).all()
     assert shown["panel"].value_counts().to_dict() == {
-        "compute binds": 99, "link binds": 6, "HBM binds": 5,
-    }  # fmt: skip
+        "compute binds": 99,
+        "link binds": 6,
+        "HBM binds": 5,
+    }
 
 
 EMPTY = {
-    "no packing": ("category != 'packing'", {"packing_load", "packing_slot", "packing_time",
-                                             "packing_memory"}),
-    "only packing": ("category == 'packing'", {"balanced", "imbalance", "slowdown", "width",
-                                               "rates", "memory"}),
+    "no packing": (
+        "category != 'packing'",
+        {"packing_load", "packing_slot", "packing_time", "packing_memory"},
+    ),
+    "only packing": (
+        "category == 'packing'",
+        {"balanced", "imbalance", "slowdown", "width", "rates", "memory"},
+    ),
     "no mok": ("backend == 'dist_moe'", {"headline", "pairs"}),
     "no dist_moe": ("backend == 'mok'", {"headline", "pairs", "packing_slot"}),
-    "one EP": ("ep == 8", {"packing_load", "packing_slot", "packing_time", "packing_memory",
-                           "width"}),
-    "imbalance 8": ("imbalance == 8", {"packing_load", "packing_slot", "packing_time", "balanced",
-                                       "packing_memory", "width", "slowdown", "memory"}),
+    "one EP": (
+        "ep == 8",
+        {"packing_load", "packing_slot", "packing_time", "packing_memory", "width"},
+    ),
+    "imbalance 8": (
+        "imbalance == 8",
+        {
+            "packing_load",
+            "packing_slot",
+            "packing_time",
+            "balanced",
+            "packing_memory",
+            "width",
+            "slowdown",
+            "memory",
+        },
+    ),
     "nothing": ("ep == 7", set(FIGURES)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EMPTY)

@@ -37,10 +37,21 @@ def test_impossible_parameters_are_one_line():
 
 def test_the_notebook_runs_strictly(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "workbench.cli", "run", str(ROOT / "notebooks/07_kernels.ipynb"),
-         "-p", "targets=[sm_100a]", "--out", str(tmp_path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "workbench.cli",
+            "run",
+            str(ROOT / "notebooks/07_kernels.ipynb"),
+            "-p",
+            "targets=[sm_100a]",
+            "--out",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     (executed,) = tmp_path.rglob("07_kernels.ipynb")
     assert executed.stat().st_size < 1e6

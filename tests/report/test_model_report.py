@@ -7,14 +7,14 @@ import re
 import nbformat
 import pytest
 
-from workbench.bench.record import REFERENCE, load_table
 from workbench.errors import InputError
 from workbench.model.calibration import load_calibration
-from workbench.notebook import MAX_BYTES, run_notebook
-from workbench.report.draw import figure_data
+from workbench.records.results import REFERENCE, load_table
+from workbench.report.figure_data import figure_data
 from workbench.report.figures_timemodel import MODEL_FIGURES
 from workbench.report.model_report import ModelReportParameters, open_model_report
-from workbench.study import MODEL_NOTEBOOK, _calibrates
+from workbench.runner.main_job import MODEL_NOTEBOOK, _calibrates
+from workbench.runner.notebook import MAX_BYTES, run_notebook
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,9 @@ def test_notebook_is_stored_clean_and_declares_its_parameters():
             assert not any(isinstance(n, ast.FunctionDef | ast.ClassDef) for n in nodes)
             source.append(cell.source)
     (declared,) = [c for c in book.cells if c.metadata.get("tags") == ["parameters"]]
-    found = {node.targets[0].id: ast.literal_eval(node.value)
-             for node in ast.parse(declared.source).body}  # fmt: skip
+    found = {
+        node.targets[0].id: ast.literal_eval(node.value) for node in ast.parse(declared.source).body
+    }
     assert found == ModelReportParameters().model_dump()
     assert set(re.findall(r'files\.show\("(\w+)"\)', "\n".join(source))) == set(MODEL_FIGURES)
 

@@ -7,18 +7,18 @@ import pandas as pd
 import pytest
 
 from workbench.bench.compare import compare
-from workbench.bench.own import make_record, write_record
-from workbench.bench.record import concat, load_table
 from workbench.bench.sweep import Progress
 from workbench.case import local_matrix
 from workbench.hardware import load_hardware
+from workbench.records.record import make_record, write_record
+from workbench.records.results import concat, load_table
 from workbench.report import tables
-from workbench.report.draw import NOISY, figure_data
+from workbench.report.draw import NOISY
 from workbench.report.export import export_figures
+from workbench.report.figure_data import figure_data
 from workbench.report.figures import FIGURES, all_figures
 from workbench.report.index import add_measured
-from workbench.report.sweep_report import SweepParameters, line, open_sweep_report
-from workbench.sweeping import describe
+from workbench.report.sweep_report import open_sweep_report
 
 CASES = local_matrix()
 SHARES = {"iteration": 1.0, "forward": 0.4, "backward": 0.6}
@@ -81,7 +81,7 @@ def test_the_table_has_percentiles_and_protocol_as_the_records_say(own, study):
 
 
 def test_percentiles_survive_an_export(own, tmp_path):
-    from workbench.bench.record import export_results
+    from workbench.records.results import export_results
 
     export_results(own, tmp_path / "own.json")
     again = load_table(tmp_path / "own.json")
@@ -89,9 +89,14 @@ def test_percentiles_survive_an_export(own, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "samples", [{}, {"statistics": []}, {"statistics": {"iteration": [1]}},
-                {"statistics": {"iteration": {"p20": "x", "p80": True}}}],
-)  # fmt: skip
+    "samples",
+    [
+        {},
+        {"statistics": []},
+        {"statistics": {"iteration": [1]}},
+        {"statistics": {"iteration": {"p20": "x", "p80": True}}},
+    ],
+)
 def test_a_record_without_percentiles_has_none(samples, tmp_path):
     held = json.loads(record(1).model_dump_json(exclude_unset=True)) | {"samples": samples}
     held["provenance"] = {"protocol": "unknown"}
@@ -105,15 +110,23 @@ def test_a_record_without_percentiles_has_none(samples, tmp_path):
 def balanced_like(case):
     """Number of the balanced case of the same system and shape."""
     names = ("mode", "ep", "pipeline", "F")
-    return next(n for n, c in enumerate(CASES) if c.imbalance == 1 and c.category == "single_layer"
-                and all(getattr(c, name) == getattr(case, name) for name in names))  # fmt: skip
+    return next(
+        n
+        for n, c in enumerate(CASES)
+        if c.imbalance == 1
+        and c.category == "single_layer"
+        and all(getattr(c, name) == getattr(case, name) for name in names)
+    )
 
 
 TIMED = {
-    "balanced": ("y", "iterationMS"), "imbalance": ("y", "iterationMS"),
-    "width": ("y", "iterationMS"), "packing_time": ("y", "iterationMS"),
-    "slowdown": ("y", "slowdown"), "rates": ("y", "meanTXGBps"),
-}  # fmt: skip
+    "balanced": ("y", "iterationMS"),
+    "imbalance": ("y", "iterationMS"),
+    "width": ("y", "iterationMS"),
+    "packing_time": ("y", "iterationMS"),
+    "slowdown": ("y", "slowdown"),
+    "rates": ("y", "meanTXGBps"),
+}
 
 
 @pytest.mark.parametrize("name", TIMED)
@@ -170,14 +183,17 @@ def test_noisy_cases_are_ringed_and_said(own):
         shown = figure_data(found[name])
         drawn = set(shown.loc[shown["case"].notna(), "case"])
         assert set(shown.loc[shown["series"] == NOISY, "case"]) == drawn & noisy
-    subtitles = {n: f.layout.title.subtitle.text.replace("<br>", " ") for n, f in found.items()
-                 if FIGURES[n].timed and f.data}  # fmt: skip
+    subtitles = {
+        n: f.layout.title.subtitle.text.replace("<br>", " ")
+        for n, f in found.items()
+        if FIGURES[n].timed and f.data
+    }
     assert subtitles["imbalance"] == f"{RAN} {BARS} {RINGS}"
     assert subtitles["balanced"] == f"{RAN} {BARS}"  # none of its cases is noisy
 
 
 def test_what_is_predicted_has_no_spread_and_no_protocol(folder):
-    report = open_sweep_report(SweepParameters(), folder)
+    report = open_sweep_report(folder)
     for fig in report.figures.values():
         shown = figure_data(fig)
         ends = shown[["x_low", "x_high", "y_low", "y_high"]].notna().any(axis=1)
@@ -201,7 +217,7 @@ def test_the_protocol_stands_on_every_figure_of_times_and_on_no_other(own, study
 def test_what_the_records_say_is_shown_not_a_constant(tmp_path):
     for number, case in enumerate(CASES[:2]):
         write_record(record(number, (7, 3, 9)), tmp_path / f"{case.id}.record.json")
-    report = open_sweep_report(SweepParameters(), tmp_path)  # whose own defaults are others
+    report = open_sweep_report(tmp_path)  # whose own defaults are others
     told = "measured: 7 warm-ups, 3 windows of 9 iterations, no graphs, no flush"
     assert report.protocol().startswith(told)
     text = report.figures["side_by_side"].layout.title.subtitle.text.replace("<br>", " ")
@@ -209,8 +225,7 @@ def test_what_the_records_say_is_shown_not_a_constant(tmp_path):
 
 
 def test_tables_of_a_sweep_have_the_columns(folder):
-    given = SweepParameters(formats=["html"])
-    report = open_sweep_report(given, folder)
+    report = open_sweep_report(folder, ["html"])
     times = report.times()
     for step in ("iteration", "forward", "backward"):
         at = times.columns.get_loc(f"{step}MS")
@@ -230,8 +245,7 @@ def test_tables_of_a_sweep_have_the_columns(folder):
 def test_progress_names_a_noisy_case():
     for number, said in ((7, " ms, noisy"), (8, " ms")):
         ended = Progress(done=1, total=1, failed=0, record=record(number))
-        assert line(ended).endswith(said)
-        assert describe(ended).endswith(said)
+        assert ended.line().endswith(said)
 
 
 def test_a_comparison_has_the_columns_and_names_noise(folder, tmp_path):

@@ -6,7 +6,7 @@ import math
 import pandas as pd
 import pytest
 
-from workbench.bench.record import REFERENCE, concat
+from workbench.records.results import REFERENCE, concat
 from workbench.report import tables
 
 DOCUMENT = json.loads(REFERENCE.read_text())
@@ -173,9 +173,12 @@ def test_key_numbers_of_the_study(study):
 
 def test_series_are_named_by_what_differs(study):
     assert set(tables.with_series(study, axes=["F"])["series"]) == {
-        "dist_moe standard BF16", "dist_moe staged MXFP8", "dist_moe mega MXFP8",
-        "mok native BF16", "mok native MXFP8",
-    }  # fmt: skip
+        "dist_moe standard BF16",
+        "dist_moe staged MXFP8",
+        "dist_moe mega MXFP8",
+        "mok native BF16",
+        "mok native MXFP8",
+    }
     mine = study[study["backend"] == "dist_moe"].assign(
         origin="measured", device="NVIDIA H200", implementation="workbench-triton", T=512
     )
@@ -187,8 +190,15 @@ def test_series_are_named_by_what_differs(study):
 
 def test_tables_leave_their_argument_as_it_is(study):
     before = study.copy(deep=True)
-    for function in (tables.pairs, tables.headline, tables.single_layer, tables.balanced,
-                     tables.width, tables.packing_plan, tables.packing_layers,
-                     tables.rates):  # fmt: skip
+    for function in (
+        tables.pairs,
+        tables.headline,
+        tables.single_layer,
+        tables.balanced,
+        tables.width,
+        tables.packing_plan,
+        tables.packing_layers,
+        tables.rates,
+    ):
         function(study)
     pd.testing.assert_frame_equal(study, before)

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from workbench.bench.own import read_record
-from workbench.bench.schema import OwnRecord
-from workbench.bench.stated import HIGH, LOW
 from workbench.case import Case
 from workbench.errors import InputError
+from workbench.records.protocols import HIGH, LOW
+from workbench.records.record import read_record
+from workbench.records.schema import OwnRecord
 
 MARGIN = 0.02
 """Two times within this ratio of one another are the same: runs of the study itself differ by up
@@ -76,8 +76,10 @@ def compare(
     runs = load_run(a), load_run(b)
     if not runs[0].keys() & runs[1].keys():
         raise InputError(f"{a} and {b} have no case in common")
-    rows = [_row(name, runs[0].get(name), runs[1].get(name), metric, margin)
-            for name in dict.fromkeys([*runs[0], *runs[1]])]  # fmt: skip
+    rows = [
+        _row(name, runs[0].get(name), runs[1].get(name), metric, margin)
+        for name in dict.fromkeys([*runs[0], *runs[1]])
+    ]
     ends = ("", LOW, HIGH)
     columns = ["id", *(f"aMS{end}" for end in ends), *(f"bMS{end}" for end in ends)]
     columns += ["ratio", "low", "high", "verdict", "why"]
@@ -93,8 +95,11 @@ def _row(
         for end, percentile in (("", 50), (LOW, 20), (HIGH, 80)):
             times = [] if isinstance(values, str) else values
             found[column + end] = float(np.percentile(times, percentile)) if times else None
-    problems = [f"{which}: {values}" for which, values in zip("AB", windows, strict=True)
-                if isinstance(values, str)]  # fmt: skip
+    problems = [
+        f"{which}: {values}"
+        for which, values in zip("AB", windows, strict=True)
+        if isinstance(values, str)
+    ]
     devices = {record.device for record in (a, b) if record is not None}
     if len(devices) > 1:
         problems.append(f"devices differ: {' / '.join(sorted(devices))}")

@@ -3,7 +3,7 @@ is then timed.
 
 Where the oracle is affordable every output and gradient of the rank is checked; else the outputs
 and gradients of sampled tokens, and the weight gradients of one sampled expert, from the same dense
-float64 arithmetic. Each rank draws what it needs of the others' inputs again from the seed.
+float64 arithmetic. Each rank inputs what it needs of the others' inputs again from the seed.
 
 Legend: T tokens per rank, D hidden, F expert width, K experts per token, n rows of one expert.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from workbench.bench.subject import Draws, Subject
+from workbench.bench.case_layers import CaseLayers, SeededInputs
 from workbench.case import Case
 from workbench.moe.oracle import Floats, oracle, relative_error
 
@@ -30,18 +30,18 @@ class GateError(RuntimeError):
     """Outputs or gradients are wrong, so nothing is timed."""
 
 
-def check(subject: Subject, draws: Draws) -> dict[str, Any]:
+def check(layers: CaseLayers, inputs: SeededInputs) -> dict[str, Any]:
     """`errors` (largest relative error over layers, by name) and `checked` ("all", or what was
-    sampled) of the forward and backward that a subject has just run. Local to the rank."""
-    case = subject.case
+    sampled) of the forward and backward that a layers has just run. Local to the rank."""
+    case = layers.case
     everything = case.layers * _flop(case) <= FULL_FLOP
-    random = np.random.default_rng([draws.seed, subject.rank])
+    random = np.random.default_rng([inputs.seed, layers.rank])
     tokens = np.arange(case.T)
     if not everything:
         tokens = np.sort(random.choice(case.T, min(SAMPLED_TOKENS, case.T), replace=False))
     worst: dict[str, float] = {}
     for number in range(case.layers):
-        for name, error in _layer_errors(subject, draws, number, tokens, everything).items():
+        for name, error in _layer_errors(layers, inputs, number, tokens, everything).items():
             worst[name] = max(worst.get(name, 0.0), error) if error == error else error
     sampled = f"{len(tokens)} tokens and 1 expert per layer and rank, drawn by the seed"
     return {"errors": worst, "checked": "all" if everything else sampled, "limit": LIMIT}
@@ -63,16 +63,20 @@ def _flop(case: Case) -> float:
 
 
 def _layer_errors(
-    subject: Subject, draws: Draws, number: int, tokens: npt.NDArray[Any], everything: bool
+    layers: CaseLayers,
+    inputs: SeededInputs,
+    number: int,
+    tokens: npt.NDArray[Any],
+    everything: bool,
 ) -> dict[str, float]:
     """Relative error of each quantity of one layer, by name."""
-    case, rank = subject.case, subject.rank
+    case, rank = layers.case, layers.rank
     local = case.E // case.ep
     own = range(rank * local, (rank + 1) * local)
-    routes = draws.routes(number)
+    routes = inputs.routes(number)
     weighed = list(own) if everything else [_lightest(routes.ids, own)]
-    weighed = weighed if subject.training else []
-    x_nD, dy_nD, row_PT = _tokens(draws, case.ep, rank, weighed, routes.ids)
+    weighed = weighed if layers.training else []
+    x_nD, dy_nD, row_PT = _tokens(inputs, case.ep, rank, weighed, routes.ids)
     y, dx = np.zeros((case.T, case.D)), np.zeros((case.T, case.D))
     dscores = np.zeros((case.T, case.K))
     dw13 = {e: np.zeros((2 * case.F, case.D)) for e in weighed}
@@ -86,12 +90,16 @@ def _layer_errors(
         if not len(p):
             continue
         rows = row_PT[p, t]
-        drawn = subject.expert(number, e) if e in own else draws.expert(number, e)
+        drawn = layers.expert(number, e) if e in own else inputs.expert(number, e)
         w13, w2 = (_exact(w) for w in drawn)
         out_nD, gradients = oracle(
-            x_nD[rows], np.zeros((len(p), 1), np.int64), routes.scores[p, t, k][:, None],
-            w13[None], w2[None], dy_nD[rows] if subject.training else None,
-        )  # fmt: skip
+            x_nD[rows],
+            np.zeros((len(p), 1), np.int64),
+            routes.scores[p, t, k][:, None],
+            w13[None],
+            w2[None],
+            dy_nD[rows] if layers.training else None,
+        )
         mine = p == rank
         np.add.at(y, t[mine], out_nD[mine])
         if gradients is None:
@@ -102,34 +110,45 @@ def _layer_errors(
             dw13[e], dw2[e] = gradients.w13_E2FD[0], gradients.w2_EDF[0]
     exact: dict[str, Floats] = {}
     if case.sharedExperts:
-        w13, w2 = (_exact(w) for w in draws.shared(number))
+        w13, w2 = (_exact(w) for w in inputs.shared(number))
         rows, ones = row_PT[rank, tokens], np.ones((len(tokens), 1))
-        out_nD, gradients = oracle(x_nD[rows], np.zeros_like(ones, np.int64), ones, w13[None],
-                                   w2[None], dy_nD[rows] if subject.training else None)  # fmt: skip
+        out_nD, gradients = oracle(
+            x_nD[rows],
+            np.zeros_like(ones, np.int64),
+            ones,
+            w13[None],
+            w2[None],
+            dy_nD[rows] if layers.training else None,
+        )
         y[tokens] += out_nD
         if gradients is not None:
             dx[tokens] += gradients.x_ND
             if everything:
                 exact |= {"shared_w13": gradients.w13_E2FD[0], "shared_w2": gradients.w2_EDF[0]}
-    found: dict[str, Floats] = {"y": _exact(subject.y[number])[tokens]}
+    found: dict[str, Floats] = {"y": _exact(layers.y[number])[tokens]}
     exact["y"] = y[tokens]
-    if subject.training:
-        gradient = subject.gradients[number]
-        exact |= {"dx": dx[tokens], "dscores": dscores[tokens],
-                  "dw13": np.stack([dw13[e] for e in weighed]),
-                  "dw2": np.stack([dw2[e] for e in weighed])}  # fmt: skip
+    if layers.training:
+        gradient = layers.gradients[number]
+        exact |= {
+            "dx": dx[tokens],
+            "dscores": dscores[tokens],
+            "dw13": np.stack([dw13[e] for e in weighed]),
+            "dw2": np.stack([dw2[e] for e in weighed]),
+        }
         index = [e - own[0] for e in weighed]
-        found |= {"dx": _exact(gradient["x"])[tokens],
-                  "dscores": _exact(gradient["scores"])[tokens],
-                  "dw13": _exact(gradient["w13"][index]),
-                  "dw2": _exact(gradient["w2"][index])}  # fmt: skip
+        found |= {
+            "dx": _exact(gradient["x"])[tokens],
+            "dscores": _exact(gradient["scores"])[tokens],
+            "dw13": _exact(gradient["w13"][index]),
+            "dw2": _exact(gradient["w2"][index]),
+        }
         if "shared_w13" in exact:
             found |= {name: _exact(gradient[name]) for name in ("shared_w13", "shared_w2")}
     return {name: relative_error(found[name], value) for name, value in exact.items()}
 
 
 def _tokens(
-    draws: Draws, ranks: int, rank: int, weighed: list[int], ids: npt.NDArray[Any]
+    inputs: SeededInputs, ranks: int, rank: int, weighed: list[int], ids: npt.NDArray[Any]
 ) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """Of this rank's tokens and all that go to the weighed experts: x and dy, float64 [n, D], and
     the row of each (rank, token) in them, [P, T]."""
@@ -138,7 +157,7 @@ def _tokens(
     row_PT = np.full(needed_PT.shape, -1)
     row_PT[needed_PT] = np.arange(needed_PT.sum())
     parts = [
-        [_exact(tensor)[needed_PT[p]] for tensor in draws.tokens(p)]
+        [_exact(tensor)[needed_PT[p]] for tensor in inputs.tokens(p)]
         for p in range(ranks)
         if needed_PT[p].any()
     ]

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from workbench.bench.job import Job
 from workbench.bench.launch import JobRun, run_jobs
-from workbench.bench.sweep import Progress, Sweep, Teller, after, alone, sweep_up
+from workbench.bench.sweep import CaseCounter, Progress, Sweep, after, alone, sweep_up
 from workbench.errors import InputError
 from workbench.files import write_atomic
 
@@ -31,7 +31,7 @@ def run_pair(
         tellers = []
         for name, sweep in (("A", a), ("B", b)):
             sweep_up(sweep.folder)
-            tellers.append(Teller(sweep, left, lambda p, name=name: on_progress(name, p)))  # type: ignore[misc]
+            tellers.append(CaseCounter(sweep, left, lambda p, name=name: on_progress(name, p)))  # type: ignore[misc]
         turn_file = a.folder.path / "turn"
         number = 0
         for _, group in groupby(sorted(left, key=lambda case: case.ep), lambda case: case.ep):
@@ -41,10 +41,16 @@ def run_pair(
                 write_atomic(turn_file, "0")
                 runs = []
                 for turn, (sweep, teller) in enumerate(zip((a, b), tellers, strict=True)):
-                    job = Job(name=f"{start}-{number}-ep{waiting[0].ep}", cases=tuple(waiting),
-                              settings=sweep.settings, limit_s=sweep.limit_s, turn=turn, turns=2,
-                              turn_file=str(turn_file))  # fmt: skip
-                    runs.append(JobRun(job, sweep.folder, sweep.launch, teller.event))
+                    job = Job(
+                        name=f"{start}-{number}-ep{waiting[0].ep}",
+                        cases=tuple(waiting),
+                        settings=sweep.settings,
+                        limit_s=sweep.limit_s,
+                        turn=turn,
+                        turns=2,
+                        turn_file=str(turn_file),
+                    )
+                    runs.append(JobRun(job, sweep.folder, sweep.hosts, teller.event))
                 both = run_jobs(*runs)
                 rests = [
                     after(sweep, waiting, ended, teller)

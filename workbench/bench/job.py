@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from workbench.bench.schema import fault
 from workbench.case import Case
 from workbench.errors import InputError
 from workbench.files import read_json, write_atomic
+from workbench.records.schema import fault
 
 LOST, HUNG, UNWRITABLE = 3, 124, 74
 """Exit codes of a worker: a peer is lost; a case took too long; a record cannot be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protocol:
+class TimingProtocol:
     """How a case is timed; the defaults are those of the published GB300 study (2026-10-16).
 
     `graphs` and `flush_l2` apply on a GPU only; a record says what was done. Raises InputError.
@@ -44,7 +44,7 @@ class Settings:
     """How the cases of a sweep are measured. `device` is cpu or cuda; `trace_dir` is where each
     rank's trace of one iteration goes, empty for none; `timeout_s` how long a rank waits."""
 
-    protocol: Protocol = Protocol()
+    protocol: TimingProtocol = TimingProtocol()
     seed: int = 0
     device: str = "cpu"
     dtype: str = "bfloat16"

@@ -15,8 +15,8 @@ from workbench.errors import InputError
 from workbench.kernels.device import Launch, run, target_of
 from workbench.kernels.dispatch import dispatch_w13
 from workbench.kernels.grouped_gemm import grouped_gemm
-from workbench.kernels.memory import Kept, Peers
 from workbench.kernels.ops import Sizes
+from workbench.kernels.peers import Kept, Peers
 from workbench.kernels.words import DECIDE_WORDS, Decide, aligned
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
@@ -24,10 +24,17 @@ from workbench.moe.context import Context, create_context
 from workbench.moe.group import VirtualGroup
 
 FIGURES = (
-    "grouped_gemm_us", "torch_grouped_mm_us", "cublas_dense_us", "grouped_gemm_over_torch",
-    "grouped_gemm_over_cublas", "dispatch_w13_us", "dispatch_over_gemm", "layer_standard_us",
-    "layer_alltoall_us", "layer_standard_over_alltoall",
-)  # fmt: skip
+    "grouped_gemm_us",
+    "torch_grouped_mm_us",
+    "cublas_dense_us",
+    "grouped_gemm_over_torch",
+    "grouped_gemm_over_cublas",
+    "dispatch_w13_us",
+    "dispatch_over_gemm",
+    "layer_standard_us",
+    "layer_alltoall_us",
+    "layer_standard_over_alltoall",
+)
 """Times in microseconds, and ratios of rates: above 1 the first is faster. Goals on an H200:
 grouped_gemm_over_torch 0.8, dispatch_over_gemm 0.9."""
 
@@ -56,8 +63,18 @@ def bench_kernels(sizes: Sizes | None = None) -> dict[str, float]:
     cublas = _time_us(lambda: scene.x_RD @ dense)
     dispatch = _time_us(lambda: run(fused))
     standard, alltoall = _layers_us(s)
-    values = (gemm, torch_us, cublas, torch_us / gemm, cublas / gemm, dispatch, gemm / dispatch,
-              standard, alltoall, alltoall / standard)  # fmt: skip
+    values = (
+        gemm,
+        torch_us,
+        cublas,
+        torch_us / gemm,
+        cublas / gemm,
+        dispatch,
+        gemm / dispatch,
+        standard,
+        alltoall,
+        alltoall / standard,
+    )
     return dict(zip(FIGURES, values, strict=True))
 
 
@@ -78,17 +95,32 @@ class _Scene:
 
     def grouped(self) -> list[Launch]:
         return grouped_gemm(
-            target_of(self.x_RD.device), weights=self.w13, weights_NK=True,
-            starts_e=self.starts_e, decision=self.decision, rows=self.row_R.shape[0],
-            peers=self.x, rank_R=None, row_R=self.row_R, a=self.x_RD, out=self.h1_R2F,
-        )  # fmt: skip
+            target_of(self.x_RD.device),
+            weights=self.w13,
+            weights_NK=True,
+            starts_e=self.starts_e,
+            decision=self.decision,
+            rows=self.row_R.shape[0],
+            peers=self.x,
+            rank_R=None,
+            row_R=self.row_R,
+            a=self.x_RD,
+            out=self.h1_R2F,
+        )
 
     def dispatch(self) -> list[Launch]:
         return dispatch_w13(
-            target_of(self.x_RD.device), x=self.x, rank_R=None, row_R=self.row_R, divisor=1,
-            starts_e=self.starts_e, w13_E2FD=self.w13, x_kept=self.x_kept, h1=self.h1,
+            target_of(self.x_RD.device),
+            x=self.x,
+            rank_R=None,
+            row_R=self.row_R,
+            divisor=1,
+            starts_e=self.starts_e,
+            w13_E2FD=self.w13,
+            x_kept=self.x_kept,
+            h1=self.h1,
             decision=self.decision,
-        )  # fmt: skip
+        )
 
 
 def _scene(s: Sizes) -> _Scene:
@@ -102,15 +134,29 @@ def _scene(s: Sizes) -> _Scene:
         decision = torch.zeros(DECIDE_WORDS, dtype=torch.int64)
         decision[Decide.OK], decision[Decide.ROWS] = 1, s.R
         x_kept, h1 = (
-            Kept(arena_B=arena_B, decision=decision, row_bytes_O=row_bytes_O, index=index,
-                 width=width, dtype=s.dtype)
+            Kept(
+                arena_B=arena_B,
+                decision=decision,
+                row_bytes_O=row_bytes_O,
+                index=index,
+                width=width,
+                dtype=s.dtype,
+            )
             for index, width in enumerate((s.D, 2 * s.F))
-        )  # fmt: skip
+        )
         peers = Peers(all_P=x_ND[None], bases_P=torch.tensor([x_ND.data_ptr()]), offset=0)
-        return _Scene(x=peers, x_RD=x_ND[row_R.long()], h1_R2F=torch.empty(s.R, 2 * s.F,
-                      dtype=s.dtype), w13=w13, starts_e=starts_e,
-                      ends_e=starts_e[1:].to(torch.int32), row_R=row_R, decision=decision,
-                      x_kept=x_kept, h1=h1)  # fmt: skip
+        return _Scene(
+            x=peers,
+            x_RD=x_ND[row_R.long()],
+            h1_R2F=torch.empty(s.R, 2 * s.F, dtype=s.dtype),
+            w13=w13,
+            starts_e=starts_e,
+            ends_e=starts_e[1:].to(torch.int32),
+            row_R=row_R,
+            decision=decision,
+            x_kept=x_kept,
+            h1=h1,
+        )
 
 
 def _layers_us(s: Sizes) -> list[float]:
@@ -135,8 +181,18 @@ def _layers_us(s: Sizes) -> list[float]:
 
     times, values = [], []
     for pipeline in ("standard", "alltoall"):
-        config = MoEConfig(T=s.T, D=s.D, F=s.F, E=s.e, K=K, scratch_factor=1.0, slot_factor=1.1,
-                           pipeline=pipeline, executor="triton", validate="first")  # fmt: skip
+        config = MoEConfig(
+            T=s.T,
+            D=s.D,
+            F=s.F,
+            E=s.e,
+            K=K,
+            scratch_factor=1.0,
+            slot_factor=1.1,
+            pipeline=pipeline,
+            executor="triton",
+            validate="first",
+        )
         with create_context(config, VirtualGroup(1, "cuda")) as context:
             values.append(step(context))
             if pipeline == "alltoall":
@@ -156,8 +212,10 @@ def _time_us(call: Callable[[], object], warm: int = 10, repeats: int = 30) -> f
     """Median microseconds of a call on the current stream."""
     for _ in range(warm):
         call()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-             for _ in range(repeats)]  # fmt: skip
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
     for start, end in pairs:
         start.record()
         call()

@@ -98,27 +98,50 @@ def kernel_rows(
                 bound, seconds = _floor(does, load_hardware(DEVICE[target]))
                 flop, tile_bytes = _tile(sizes, does.hbm_bytes // tiles, launch)
                 yield KernelRow(
-                    op=op, kernel=facts.kernel, target=target, device=DEVICE[target],
-                    main=i == main, instruction=", ".join(facts.instructions) or "none",
+                    op=op,
+                    kernel=facts.kernel,
+                    target=target,
+                    device=DEVICE[target],
+                    main=i == main,
+                    instruction=", ".join(facts.instructions) or "none",
                     tma="loads" if facts.tma_loads else "no",
-                    warp_specialised=facts.specialised, registers=facts.registers,
-                    spill_bytes=facts.spill_bytes, shared_bytes=facts.shared_bytes,
-                    tensor_columns=facts.tensor_columns, stages=facts.stages,
-                    warps=facts.warps, resident=facts.resident, programs=launch.grid,
+                    warp_specialised=facts.specialised,
+                    registers=facts.registers,
+                    spill_bytes=facts.spill_bytes,
+                    shared_bytes=facts.shared_bytes,
+                    tensor_columns=facts.tensor_columns,
+                    stages=facts.stages,
+                    warps=facts.warps,
+                    resident=facts.resident,
+                    programs=launch.grid,
                     waits=any("acquire" in access for access in facts.ordered),
-                    flop_per_tile=flop, bytes_per_tile=tile_bytes, tiles=tiles,
-                    gflop=does.flop / 1e9, hbm_mb=does.hbm_bytes / 1e6,
-                    link_mb=does.link_bytes / 1e6, bound_by=bound,
-                    predicted_us=seconds * 1e6, origin="predicted", run=NOT_RUN,
-                )  # fmt: skip
+                    flop_per_tile=flop,
+                    bytes_per_tile=tile_bytes,
+                    tiles=tiles,
+                    gflop=does.flop / 1e9,
+                    hbm_mb=does.hbm_bytes / 1e6,
+                    link_mb=does.link_bytes / 1e6,
+                    bound_by=bound,
+                    predicted_us=seconds * 1e6,
+                    origin="predicted",
+                    run=NOT_RUN,
+                )
 
 
 def _elsewhere(
     sizes: Sizes, target: str, ops: Sequence[str] | None, ptx: Path | None
 ) -> Iterator[KernelRow]:
     """The rows of a target from a process that compiles."""
-    command = [sys.executable, "-m", "workbench.cli", "kernels", "--all", "--json",
-               "--target", target]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "workbench.cli",
+        "kernels",
+        "--all",
+        "--json",
+        "--target",
+        target,
+    ]
     for name in ("T", "D", "F", "E", "K", "ep"):
         command += [f"--{name}", str(getattr(sizes, name))]
     for op in ops or ():

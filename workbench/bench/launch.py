@@ -33,7 +33,7 @@ _ROOT = re.compile(r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class Hosts:
     """Where ranks run. `nnodes` hosts with the same number of ranks each; beyond one, `rdzv` is
     the host:port where torchrun's agents meet. `prefix` is put before torchrun (srun ...), which
     then starts it on every host; without one, each host's own driver does. `local_addr` is the
@@ -80,30 +80,30 @@ class JobRun:
         self,
         job: Job,
         folder: Folder,
-        launch: Launch,
+        hosts: Hosts,
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         self.job, self.folder, self.on_event = job, folder, on_event
-        self._launch = launch
+        self._hosts = hosts
         self._hung = False
         self._began = time.monotonic()
-        self._start_s = START_S if launch.nnodes == 1 else max(START_S, job.limit_s)
+        self._start_s = START_S if hosts.nnodes == 1 else max(START_S, job.limit_s)
         if job.turn:  # its first case begins when those before it have measured theirs
             self._start_s += job.turn * job.limit_s
         self._never_started = False
         self._reader = Events(folder.events, job.name)
-        host = f".{os.uname().nodename}" if launch.nnodes > 1 else ""
+        host = f".{os.uname().nodename}" if hosts.nnodes > 1 else ""
         self._log = folder.logs / f"{job.name}{host}.torchrun.log"
         try:
             path = job.write(folder.path)
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    command(job, path, folder, launch),
+                    command(job, path, folder, hosts),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=_environment(job, launch),
+                    env=_environment(job, hosts),
                     start_new_session=True,  # a Ctrl-C reaches the ranks from us, in order
                 )
         except OSError as error:
@@ -142,15 +142,14 @@ class JobRun:
             return Ended(reason=self._start_reason())
         text = self._log.read_text(encoding="utf-8", errors="replace")
         reason, root_code = _reason(text, code, self.job, self.folder, self._hung)
-        return Ended(reason=reason, case=self._reader.running,
-                     unwritable=root_code == UNWRITABLE)  # fmt: skip
+        return Ended(reason=reason, case=self._reader.running, unwritable=root_code == UNWRITABLE)
 
     def _start_reason(self) -> str:
-        if self._launch.nnodes == 1:
-            meet = f"at {self._launch.address}, which must be an address of this host"
+        if self._hosts.nnodes == 1:
+            meet = f"at {self._hosts.address}, which must be an address of this host"
         else:
             meet = (
-                f"at rdzv={self._launch.rdzv}, which every host must reach, by names that all"
+                f"at rdzv={self._hosts.rdzv}, which every host must reach, by names that all"
                 f" resolve; where a host's own does not, give its address with --local-addr"
             )
         return f"no rank began within {self._start_s:g} s; they meet {meet} (log: {self._log})"
@@ -161,8 +160,10 @@ def run_jobs(*runs: JobRun) -> list[Ended]:
     them, ends the ranks and is passed on."""
     try:
         while any(running := [run.step() for run in runs]):
-            if any(not runs_on and run.ended().reason
-                   for run, runs_on in zip(runs, running, strict=True)):  # fmt: skip
+            if any(
+                not runs_on and run.ended().reason
+                for run, runs_on in zip(runs, running, strict=True)
+            ):
                 break
             time.sleep(0.05)
     finally:
@@ -173,30 +174,53 @@ def run_jobs(*runs: JobRun) -> list[Ended]:
     return [run.ended() for run in runs]
 
 
-def command(job: Job, path: Path, folder: Folder, launch: Launch) -> list[str]:
+def command(job: Job, path: Path, folder: Folder, hosts: Hosts) -> list[str]:
     """The command line that starts torchrun on this host (or, by `prefix`, on all)."""
-    if launch.nnodes == 1:
-        meeting = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-id={job.name}",
-                   f"--rdzv-endpoint={launch.address}:0"]  # fmt: skip
+    if hosts.nnodes == 1:
+        meeting = [
+            "--nnodes=1",
+            "--rdzv-backend=c10d",
+            f"--rdzv-id={job.name}",
+            f"--rdzv-endpoint={hosts.address}:0",
+        ]
     else:
-        meeting = [f"--nnodes={launch.nnodes}", "--rdzv-backend=c10d", f"--rdzv-id={job.name}",
-                   f"--rdzv-endpoint={launch.rdzv}",
-                   f"--rdzv-conf=join_timeout={int(job.limit_s)}"]  # fmt: skip
-    if launch.address:
-        meeting.append(f"--local-addr={launch.address}")
-    return [*launch.prefix, sys.executable, "-m", "workbench.bench.elastic", *meeting,
-            f"--nproc-per-node={job.ep // launch.nnodes}", "--max-restarts=0",
-            "-m", "workbench.bench.worker", str(folder.path), str(path)]  # fmt: skip
+        meeting = [
+            f"--nnodes={hosts.nnodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-id={job.name}",
+            f"--rdzv-endpoint={hosts.rdzv}",
+            f"--rdzv-conf=join_timeout={int(job.limit_s)}",
+        ]
+    if hosts.address:
+        meeting.append(f"--local-addr={hosts.address}")
+    return [
+        *hosts.prefix,
+        sys.executable,
+        "-m",
+        "workbench.bench.torchrun",
+        *meeting,
+        f"--nproc-per-node={job.ep // hosts.nnodes}",
+        "--max-restarts=0",
+        "-m",
+        "workbench.bench.worker",
+        str(folder.path),
+        str(path),
+    ]
 
 
-def _environment(job: Job, launch: Launch) -> dict[str, str]:
-    per_host = max(job.ep // launch.nnodes, 1)
+def _environment(job: Job, hosts: Hosts) -> dict[str, str]:
+    per_host = max(job.ep // hosts.nnodes, 1)
     threads = max(len(os.sched_getaffinity(0)) // per_host, 1)
     # PET_... are torchrun's options as variables: what a start depends on is on its command line.
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    near = {"GLOO_SOCKET_IFNAME": "lo"} if launch.address == LOOPBACK else {}
-    return {"OMP_NUM_THREADS": str(threads), **near, **ours, "PYTHONUNBUFFERED": "1",
-            **dict(launch.environment)}  # fmt: skip
+    near = {"GLOO_SOCKET_IFNAME": "lo"} if hosts.address == LOOPBACK else {}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **near,
+        **ours,
+        "PYTHONUNBUFFERED": "1",
+        **dict(hosts.environment),
+    }
 
 
 class Events:

@@ -68,8 +68,13 @@ def git_state() -> dict[str, Any] | None:
     folder = Path(workbench.__file__).parents[1]
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True,
-                              text=True, check=True, timeout=10).stdout.strip()  # fmt: skip
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}

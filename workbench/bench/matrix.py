@@ -22,7 +22,6 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from workbench.bench.schema import validate
 from workbench.case import (
     LOCAL_SHAPE,
     LOCAL_SYSTEMS,
@@ -34,13 +33,29 @@ from workbench.case import (
 )
 from workbench.errors import InputError
 from workbench.files import read_text
+from workbench.moe.arena import plan_ours
 from workbench.moe.config import PIPELINES as PIPELINES_HERE
 from workbench.moe.config import MoEConfig, runs
-from workbench.moe.plan_ours import plan_ours
+from workbench.records.schema import validate
 
 NAMED = {"local": local_matrix, "reference": reference_matrix}
-_LISTS = ("pipeline", "precision", "mode", "category", "ep", "F", "imbalance", "T", "D", "E", "K",
-          "sharedExperts", "slotFactor", "scratchFactor", "profile")  # fmt: skip
+_LISTS = (
+    "pipeline",
+    "precision",
+    "mode",
+    "category",
+    "ep",
+    "F",
+    "imbalance",
+    "T",
+    "D",
+    "E",
+    "K",
+    "sharedExperts",
+    "slotFactor",
+    "scratchFactor",
+    "profile",
+)
 MAX_COMBINATIONS = 100_000
 Scalar = int | float | str
 
@@ -88,8 +103,10 @@ class MatrixFile(BaseModel):
     def _lists(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             raise ValueError("must be a mapping of fields to lists")
-        return {k: [v] if k in _LISTS and not isinstance(v, list) and v is not None else v
-                for k, v in given.items()}  # fmt: skip
+        return {
+            k: [v] if k in _LISTS and not isinstance(v, list) and v is not None else v
+            for k, v in given.items()
+        }
 
     @model_validator(mode="after")
     def _known(self) -> "MatrixFile":
@@ -202,8 +219,10 @@ def _combined(file: MatrixFile) -> list[Case]:
         loads = [] if profiles else [1.0]
     kinds: list[dict[str, Any]] = [
         {"category": kind, "imbalance": float(load)}
-        for kind in category if kind != "packing" for load in loads
-    ]  # fmt: skip
+        for kind in category
+        if kind != "packing"
+        for load in loads
+    ]
     for name in profiles:
         factors = tuple(file.profiles.get(name, PROFILES.get(name, ())))
         if not factors:

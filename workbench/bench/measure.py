@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from workbench.bench import gate, machine
+from workbench.bench.case_layers import CaseLayers, SeededInputs
 from workbench.bench.job import Settings
-from workbench.bench.own import make_record
-from workbench.bench.protocol import (
+from workbench.bench.meter import Meter, between, routed_bytes
+from workbench.bench.timing import (
     TRIES,
     Clock,
     Floats,
@@ -30,10 +31,6 @@ from workbench.bench.protocol import (
     statistics,
     unevenness,
 )
-from workbench.bench.schema import OwnRecord
-from workbench.bench.stated import NOISY_ABOVE
-from workbench.bench.subject import Draws, Subject
-from workbench.bench.traffic import Meter, between, routed_bytes
 from workbench.case import Case, case_table
 from workbench.errors import InputError
 from workbench.model.cost import cost_table
@@ -41,6 +38,9 @@ from workbench.moe.config import MoEConfig
 from workbench.moe.context import Context, create_context
 from workbench.moe.failures import CapacityError, ClosedError, PeerError
 from workbench.moe.group import PeerGroup
+from workbench.records.protocols import NOISY_ABOVE
+from workbench.records.record import make_record
+from workbench.records.schema import OwnRecord
 
 GIB = 2**30
 EXPECTED = (
@@ -81,18 +81,18 @@ def _measured(case: Case, group: PeerGroup, settings: Settings, until: float) ->
     config = MoEConfig.from_case(case, dtype=settings.dtype, validate="first")
     memory = machine.PeakMemory(settings.device)
     memory.reset()
-    draws = Draws(case, settings.seed, settings.device)
+    inputs = SeededInputs(case, settings.seed, settings.device)
     with create_context(config, group) as context:
-        subject = Subject(case, context, draws)
-        facts = _checked(case, subject, draws, context)
+        layers = CaseLayers(case, context, inputs)
+        facts = _checked(case, layers, inputs, context)
         clock = make_clock(settings.device, settings.protocol)
         timing = time.perf_counter()
-        tries = _timed(subject, context, clock, settings, until)
+        tries = _timed(layers, context, clock, settings, until)
         timed = time.perf_counter() - timing
-        mine = {"phases": _phases(subject, context), "peak": memory.read()}
+        mine = {"phases": _phases(layers, context), "peak": memory.read()}
         everyone = group.gather_objects(mine)
         if settings.trace_dir:
-            _trace(subject, Path(settings.trace_dir) / case.id)
+            _trace(layers, Path(settings.trace_dir) / case.id)
     uneven = [unevenness(samples["iteration"]) for samples in tries]
     used = int(np.argmin(uneven))
     found = facts | _figures(case, tries[used], everyone, facts["provenance"]["traffic"])
@@ -100,33 +100,41 @@ def _measured(case: Case, group: PeerGroup, settings: Settings, until: float) ->
         found["noisy"] = uneven[used] > NOISY_ABOVE
     found["samples"]["otherTries"] = [
         {name: np.round(values, 6).tolist() for name, values in samples.items()}
-        for n, samples in enumerate(tries) if n != used
-    ]  # fmt: skip
+        for n, samples in enumerate(tries)
+        if n != used
+    ]
     found["provenance"] = facts["provenance"] | {
-        "clock": clock.name, "graphs": clock.captured, "flushedBytes": clock.flushed_bytes,
-        "tries": {"count": len(tries), "used": used, "slowestOverMedianWindow": uneven,
-                  "noisyAbove": NOISY_ABOVE},
-        "timedSeconds": round(timed, 4), "memory": memory.kind,
+        "clock": clock.name,
+        "graphs": clock.captured,
+        "flushedBytes": clock.flushed_bytes,
+        "tries": {
+            "count": len(tries),
+            "used": used,
+            "slowestOverMedianWindow": uneven,
+            "noisyAbove": NOISY_ABOVE,
+        },
+        "timedSeconds": round(timed, 4),
+        "memory": memory.kind,
         "phasesMS": [one["phases"] for one in everyone],
-    }  # fmt: skip
+    }
     return found
 
 
 def _timed(
-    subject: Subject, context: Context, clock: Clock, settings: Settings, until: float
+    layers: CaseLayers, context: Context, clock: Clock, settings: Settings, until: float
 ) -> list[dict[str, Floats]]:
     """Samples [P, W, I] of each step, of every try; another follows a noisy one where all ranks
     have the time for it until `until`. Raises GateError on every rank where any rank's last timed
     iteration left other outputs or gradients than those that were checked."""
     group, tries = context.group, list[dict[str, Floats]]()
-    right = subject.fingerprints()
-    prepared = prepare(subject.steps(), clock, settings.protocol)
+    right = layers.fingerprints()
+    prepared = prepare(layers.steps(), clock, settings.protocol)
     while True:
         began = time.perf_counter()
         times = measure(prepared, clock, settings.protocol, group.barrier)
         context.check()
         # before anything else runs: what is looked at is what the last timed iteration left
-        same = subject.fingerprints() == right
+        same = layers.fingerprints() == right
         now = time.perf_counter()
         left = until - now - 2 * (now - began)
         everyone = group.gather_objects({"times": times, "same": same, "left": left})
@@ -139,37 +147,52 @@ def _timed(
             return tries
 
 
-def _checked(case: Case, subject: Subject, draws: Draws, context: Context) -> dict[str, Any]:
+def _checked(
+    case: Case, layers: CaseLayers, inputs: SeededInputs, context: Context
+) -> dict[str, Any]:
     """One metered iteration, its gate, and what it did: traffic, launches, memory plan, capacity.
     Raises GateError on every rank where any rank is wrong."""
     group = context.group
-    context.log, subject.counts = [], []
+    context.log, layers.counts = [], []
     held: tuple[list[int], list[int]] = ([], [0] * case.layers)
     with Meter(context) as meter:
-        subject.forward()
-        if subject.training:
-            held = subject.saved()
-            subject.backward()
+        layers.forward()
+        if layers.training:
+            held = layers.saved()
+            layers.backward()
     launches, context.log = [launch[1] for launch in context.log], None
-    counts, subject.counts = [count.numpy() for count in subject.counts], None
-    checked = gate.check(subject, draws)
+    counts, layers.counts = [count.numpy() for count in layers.counts], None
+    checked = gate.check(layers, inputs)
     mine = {
-        "wrong": gate.faults(checked), "errors": checked["errors"], "held": held,
-        "rows": meter.rows_PP, "words": meter.words_PP, "host": os.uname().nodename,
-    }  # fmt: skip
+        "wrong": gate.faults(checked),
+        "errors": checked["errors"],
+        "held": held,
+        "rows": meter.rows_PP,
+        "words": meter.words_PP,
+        "host": os.uname().nodename,
+    }
     everyone = group.gather_objects(mine)
     wrong = [f"rank {p}: {fault}" for p, one in enumerate(everyone) for fault in one["wrong"]]
     rows_PP = np.sum([one["rows"] for one in everyone], axis=0)
-    counted_PP = np.sum([
-        routed_bytes(count, row_bytes=case.D * 2, training=subject.training,
-                     recomputed_P=[one["held"][1][layer] for one in everyone])
-        for layer, count in enumerate(counts)
-    ], axis=0)  # fmt: skip
+    counted_PP = np.sum(
+        [
+            routed_bytes(
+                count,
+                row_bytes=case.D * 2,
+                training=layers.training,
+                recomputed_P=[one["held"][1][layer] for one in everyone],
+            )
+            for layer, count in enumerate(counts)
+        ],
+        axis=0,
+    )
     for moved_PP in (rows_PP, counted_PP):
         np.fill_diagonal(moved_PP, 0)  # a rank's own rows do not travel
     if (rows_PP != counted_PP).any():
-        wrong.append(f"bytes moved {rows_PP.tolist()} must be those of the route table,"
-                     f" {counted_PP.tolist()}")  # fmt: skip
+        wrong.append(
+            f"bytes moved {rows_PP.tolist()} must be those of the route table,"
+            f" {counted_PP.tolist()}"
+        )
     if wrong:
         raise gate.GateError("; ".join(wrong))
     hosts = [one["host"] for one in everyone]
@@ -181,13 +204,19 @@ def _checked(case: Case, subject: Subject, draws: Draws, context: Context) -> di
         "provenance": {
             "checked": checked | {"errors": worst},
             "traffic": between(rows_PP, hosts) | {"besideRows": between(words_PP, hosts)},
-            "routeTableRows": [count.reshape(case.ep, case.ep, -1).sum(axis=2).tolist()
-                               for count in counts],
-            "plan": {"arenaBytes": plan.arena_bytes, "measuredArenaBytes": context.measured_bytes(),
-                     "rowsAvailable": plan.rows_available, **plan.part_bytes()},
-            "executor": context.config.executor, "launches": launches,
+            "routeTableRows": [
+                count.reshape(case.ep, case.ep, -1).sum(axis=2).tolist() for count in counts
+            ],
+            "plan": {
+                "arenaBytes": plan.arena_bytes,
+                "measuredArenaBytes": context.measured_bytes(),
+                "rowsAvailable": plan.rows_available,
+                **plan.part_bytes(),
+            },
+            "executor": context.config.executor,
+            "launches": launches,
         },
-    }  # fmt: skip
+    }
 
 
 def _capacity(case: Case, plan: Any, everyone: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -197,22 +226,31 @@ def _capacity(case: Case, plan: Any, everyone: list[dict[str, Any]]) -> dict[str
     held = [sum(one["held"][0]) for one in everyone]
     scratch = sum(r.nbytes for r in plan.regions.values() if r.part == "scratch" and not r.alias)
     return {
-        "slotBytes": plan.slot_bytes, "slotFactor": case.slotFactor, "scratchBytes": scratch,
-        "scratchFactor": case.scratchFactor, "hostScratchBytes": 0, "slots": 1,
-        "savedRank0Bytes": held[0], "maxSavedRankBytes": max(held),
+        "slotBytes": plan.slot_bytes,
+        "slotFactor": case.slotFactor,
+        "scratchBytes": scratch,
+        "scratchFactor": case.scratchFactor,
+        "hostScratchBytes": 0,
+        "slots": 1,
+        "savedRank0Bytes": held[0],
+        "maxSavedRankBytes": max(held),
         "capacityRecomputeFlags": sum(sum(one["held"][1]) for one in everyone),
         "inspectedRankLayers": case.ep * case.layers,
-    }  # fmt: skip
+    }
 
 
 def _figures(
-    case: Case, samples: Mapping[str, Floats], everyone: list[dict[str, Any]],
+    case: Case,
+    samples: Mapping[str, Floats],
+    everyone: list[dict[str, Any]],
     traffic: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The study's metrics from samples [P, W, I] in ms."""
     found = {name: statistics(values) for name, values in samples.items()}
-    times = {f"{name}MS": found[name]["p50"] if name in found else None
-             for name in ("iteration", "forward", "backward")}  # fmt: skip
+    times = {
+        f"{name}MS": found[name]["p50"] if name in found else None
+        for name in ("iteration", "forward", "backward")
+    }
     seconds = found["iteration"]["p50"] / 1e3
     amounts = cost_table(case_table([case])).iloc[0]
     sent, received = (
@@ -239,10 +277,10 @@ def _figures(
     }
 
 
-def _phases(subject: Subject, context: Context) -> dict[str, float]:
+def _phases(layers: CaseLayers, context: Context) -> dict[str, float]:
     """ms of each part of one iteration, apart from the timed windows, by step and part."""
     spent: dict[str, float] = {}
-    for step, run in subject.steps().items():
+    for step, run in layers.steps().items():
 
         def note(part: str, seconds: float, step: str = step) -> None:
             spent[f"{step} {part}"] = spent.get(f"{step} {part}", 0.0) + seconds * 1e3
@@ -253,24 +291,30 @@ def _phases(subject: Subject, context: Context) -> dict[str, float]:
     return {name: round(value, 6) for name, value in spent.items()}
 
 
-def _trace(subject: Subject, folder: Path) -> None:
+def _trace(layers: CaseLayers, folder: Path) -> None:
     """One more iteration under torch's profiler, as a file that Perfetto reads."""
     from torch.profiler import profile
 
     with profile() as found:
-        for run in subject.steps().values():
+        for run in layers.steps().values():
             run()
     folder.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(folder / f"rank{subject.rank}.trace.json"))
+    found.export_chrome_trace(str(folder / f"rank{layers.rank}.trace.json"))
 
 
 def _provenance(group: PeerGroup, settings: Settings) -> dict[str, Any]:
     return {
-        "protocol": asdict(settings.protocol), "seed": settings.seed, "dtype": settings.dtype,
-        "group": group.kind, "threadsPerRank": torch.get_num_threads(),
-        "deviceKind": settings.device, "clockMHz": machine.clock_mhz(settings.device),
-        "versions": machine.versions(), "git": _git(), "host": socket.gethostname(),
-    }  # fmt: skip
+        "protocol": asdict(settings.protocol),
+        "seed": settings.seed,
+        "dtype": settings.dtype,
+        "group": group.kind,
+        "threadsPerRank": torch.get_num_threads(),
+        "deviceKind": settings.device,
+        "clockMHz": machine.clock_mhz(settings.device),
+        "versions": machine.versions(),
+        "git": _git(),
+        "host": socket.gethostname(),
+    }
 
 
 _git_state: list[Any] = []

@@ -24,14 +24,24 @@ def measured_cpu(name: str, ranks: int) -> Hardware:
     finally:
         torch.set_num_threads(threads)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    told = {"bf16_tflops": "measured here: product of 1024-cubed",
-            "hbm_tb_s": "measured here: copy of 64 MiB, bytes read + written",
-            "scale_up_gb_s": "measured here: half of that copy, as peers share the memory",
-            "hbm_gb": "memory of the host", "scale_up_domain": "ranks of the run"}  # fmt: skip
+    told = {
+        "bf16_tflops": "measured here: product of 1024-cubed",
+        "hbm_tb_s": "measured here: copy of 64 MiB, bytes read + written",
+        "scale_up_gb_s": "measured here: half of that copy, as peers share the memory",
+        "hbm_gb": "memory of the host",
+        "scale_up_domain": "ranks of the run",
+    }
     return Hardware(
-        name=name, title=name, bf16_tflops=tflops, hbm_gb=memory, hbm_tb_s=copied,
-        scale_up_gb_s=copied * 1e3 / 2, scale_up_domain=ranks, sources=told, notes={},
-    )  # fmt: skip
+        name=name,
+        title=name,
+        bf16_tflops=tflops,
+        hbm_gb=memory,
+        hbm_tb_s=copied,
+        scale_up_gb_s=copied * 1e3 / 2,
+        scale_up_domain=ranks,
+        sources=told,
+        notes={},
+    )
 
 
 def _best(work: Callable[[], object]) -> float:

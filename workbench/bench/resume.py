@@ -22,7 +22,7 @@ def refuse_other(sweep: "Sweep", given: Mapping[str, Any], cases: Sequence[Case]
     """Raises InputError where an option in `given`, or a case, is not as in the sweep. Options that
     nobody gave are the sweep's own, and so are its cases where there are none in `cases`."""
     kept = flat(sweep.settings) | {"limit_s": sweep.limit_s}
-    kept["environment"] = dict(sweep.launch.environment)
+    kept["environment"] = dict(sweep.hosts.environment)
     other = [name for name, value in given.items() if kept[name] != value]
     if other:
         told = (", ".join(f"{name}={source[name]}" for name in other) for source in (kept, given))

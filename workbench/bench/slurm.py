@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workbench.bench.launch import Events
-from workbench.bench.sweep import Progress, Sweep, SweepError, Teller
+from workbench.bench.sweep import CaseCounter, Progress, Sweep, SweepError
 from workbench.errors import InputError
 from workbench.files import write_atomic
 
@@ -36,14 +36,28 @@ class Submission:
     def script(self) -> str:
         """The sbatch script."""
         folder = self.folder.absolute()
-        command = [sys.executable, "-m", "workbench.cli", "sweep", "--resume", "--in-job",
-                   "--out", str(folder), "--nnodes", str(self.nnodes)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "workbench.cli",
+            "sweep",
+            "--resume",
+            "--in-job",
+            "--out",
+            str(folder),
+            "--nnodes",
+            str(self.nnodes),
+        ]
         if self.ranks is not None:
             command += ["--ranks", str(self.ranks)]
         asked = [
-            "--job-name=moe-workbench", f"--nodes={self.nnodes}", "--requeue",
-            f"--output={folder / 'logs' / 'slurm-%j.log'}", "--open-mode=append", *self.options,
-        ]  # fmt: skip
+            "--job-name=moe-workbench",
+            f"--nodes={self.nnodes}",
+            "--requeue",
+            f"--output={folder / 'logs' / 'slurm-%j.log'}",
+            "--open-mode=append",
+            *self.options,
+        ]
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in asked)]
         end = ""
         if self.nnodes > 1:
@@ -61,8 +75,9 @@ def submit(sweep: Sweep, submission: Submission) -> str:
     path = sweep.folder.path / "sweep.sbatch"
     write_atomic(path, submission.script())
     sweep.folder.logs.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise InputError(f"sbatch refused {path}: {' '.join(done.stderr.split())}")
     return done.stdout.strip().partition(";")[0]
@@ -70,8 +85,12 @@ def submit(sweep: Sweep, submission: Submission) -> str:
 
 def state(job: str) -> str:
     """What squeue calls the job's state, or an empty text when it is gone."""
-    done = subprocess.run(["squeue", "--noheader", "--jobs", job, "--format=%T"],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["squeue", "--noheader", "--jobs", job, "--format=%T"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip()
 
 
@@ -83,7 +102,7 @@ def cancel(job: str) -> None:
 def watch(sweep: Sweep, job: str, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
     """Until the job is gone from the queue, with progress as its cases end; through a requeue too.
     Ctrl-C cancels the job and is passed on. Raises SweepError where it ended with cases left."""
-    teller = Teller(sweep, sweep.left(), on_progress)
+    teller = CaseCounter(sweep, sweep.left(), on_progress)
     events = Events(sweep.folder.events)
     try:
         gone = False

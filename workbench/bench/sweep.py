@@ -20,15 +20,15 @@ from typing import IO, Any
 
 import workbench
 from workbench.bench.job import Folder, Job, Settings, as_dataclass
-from workbench.bench.launch import Ended, JobRun, Launch, run_jobs
+from workbench.bench.launch import Ended, Hosts, JobRun, run_jobs
 from workbench.bench.machine import available_bytes, device_label
 from workbench.bench.matrix import check_memory, check_pipelines, check_ranks
-from workbench.bench.own import make_record, read_record, write_record
 from workbench.bench.resume import flat, refuse_other
-from workbench.bench.schema import OwnRecord
 from workbench.case import Case
 from workbench.errors import InputError
 from workbench.files import read_json, write_atomic
+from workbench.records.record import make_record, read_record, write_record
+from workbench.records.schema import OwnRecord
 
 LIMIT_S = 600.0
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -52,6 +52,15 @@ class Progress:
     record: OwnRecord | None = None
     left_s: float | None = None
 
+    def line(self) -> str:
+        """The case that ended, as a line: count, id, time or reason, time left."""
+        assert self.record is not None
+        ms = self.record.iterationMS
+        found = f"{ms:.4g} ms" if ms else f"failed: {self.record.reason}"
+        found += ", noisy" if self.record.noisy else ""
+        left = f", {self.left_s:.0f} s left" if self.left_s else ""
+        return f"{self.done}/{self.total} {self.record.id}: {found}{left}"
+
 
 @dataclass
 class Sweep:
@@ -60,7 +69,7 @@ class Sweep:
     folder: Folder
     cases: list[Case]
     settings: Settings
-    launch: Launch
+    hosts: Hosts
     limit_s: float
     notes: list[str] = field(default_factory=list)
 
@@ -89,7 +98,7 @@ def open_sweep(
     cases: Sequence[Case] = (),
     *,
     settings: Settings | None = None,
-    launch: Launch | None = None,
+    hosts: Hosts | None = None,
     ranks: int | None = None,
     limit_s: float | None = None,
     resume: bool = False,
@@ -103,17 +112,17 @@ def open_sweep(
     another version. With `elsewhere` the ranks are those of other hosts, and what these have for
     them is looked at there.
     """
-    folder, launch = Folder(Path(path)), launch or Launch()
+    folder, hosts = Folder(Path(path)), hosts or Hosts()
     if folder.state.exists():
         if not resume:
             raise InputError(f"out={path} holds a sweep already; resume it or name another folder")
         found = _read_state(folder)
         known, added = list(found.cases), tuple(found.environment.items())
-        launch_there = replace(launch, environment=added)
-        sweep = Sweep(folder, known, found.settings, launch_there, found.limit_s)
+        hosts_there = replace(hosts, environment=added)
+        sweep = Sweep(folder, known, found.settings, hosts_there, found.limit_s)
         given = {} if settings is None else flat(settings)
         given |= {} if limit_s is None else {"limit_s": limit_s}
-        given |= {"environment": dict(launch.environment)} if launch.environment else {}
+        given |= {"environment": dict(hosts.environment)} if hosts.environment else {}
         refuse_other(sweep, given, cases)
         _check_runs(sweep, ranks, elsewhere)
         return sweep
@@ -124,15 +133,16 @@ def open_sweep(
     limit_s = LIMIT_S if limit_s is None else limit_s
     if not 0 < limit_s < math.inf:
         raise InputError(f"limit_s={limit_s} must be positive and finite")
-    sweep = Sweep(folder, list(cases), settings or Settings(), launch, limit_s)
+    sweep = Sweep(folder, list(cases), settings or Settings(), hosts, limit_s)
     _check_runs(sweep, ranks, elsewhere)
     state = {
         "version": workbench.__version__,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "limit_s": limit_s, "settings": asdict(sweep.settings),
-        "environment": dict(launch.environment),
+        "limit_s": limit_s,
+        "settings": asdict(sweep.settings),
+        "environment": dict(hosts.environment),
         "cases": [asdict(case) for case in cases],
-    }  # fmt: skip
+    }
     write_atomic(folder.state, json.dumps(state, indent=1) + "\n")
     return sweep
 
@@ -144,22 +154,26 @@ def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: 
     folder = sweep.folder
     with alone(folder) as lock:
         if lock is None:
-            if sweep.launch.nnodes == 1 or sweep.launch.prefix:
+            if sweep.hosts.nnodes == 1 or sweep.hosts.prefix:
                 raise InputError(f"out={folder.path} is being measured by another process")
             return _follow(sweep, on_progress)
         sweep_up(folder)
         start = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
         left = sweep.left()
-        teller = Teller(sweep, left, on_progress)
+        teller = CaseCounter(sweep, left, on_progress)
         number = 0
         for _, group in groupby(sorted(left, key=lambda case: case.ep), lambda case: case.ep):
             waiting = list(group)
             while waiting:
                 number += 1
-                job = Job(name=f"{start}-{number}-ep{waiting[0].ep}", cases=tuple(waiting),
-                          settings=sweep.settings, limit_s=sweep.limit_s)  # fmt: skip
+                job = Job(
+                    name=f"{start}-{number}-ep{waiting[0].ep}",
+                    cases=tuple(waiting),
+                    settings=sweep.settings,
+                    limit_s=sweep.limit_s,
+                )
                 _announce(sweep, job)
-                (ended,) = run_jobs(JobRun(job, folder, sweep.launch, teller.event))
+                (ended,) = run_jobs(JobRun(job, folder, sweep.hosts, teller.event))
                 waiting = after(sweep, waiting, ended, teller)
         _announce(sweep, None)
         return teller.told()
@@ -167,7 +181,7 @@ def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: 
 
 def _check_runs(sweep: Sweep, ranks: int | None, elsewhere: bool) -> None:
     """Raises InputError where a case cannot run: for want of a pipeline, ranks or memory."""
-    device, nnodes = sweep.settings.device, sweep.launch.nnodes
+    device, nnodes = sweep.settings.device, sweep.hosts.nnodes
     if ranks is None and not elsewhere:
         ranks = default_ranks(device) * nnodes
     if ranks is not None:
@@ -184,7 +198,7 @@ def default_ranks(device: str) -> int:
     return max(len(os.sched_getaffinity(0)), 2)
 
 
-def after(sweep: Sweep, waiting: list[Case], ended: Ended, teller: "Teller") -> list[Case]:
+def after(sweep: Sweep, waiting: list[Case], ended: Ended, teller: "CaseCounter") -> list[Case]:
     """The cases still to be measured after a start of the ranks; the case that was at work when
     they were lost fails with the reason. Raises SweepError where they are lost before any case
     twice in a row."""
@@ -200,14 +214,18 @@ def after(sweep: Sweep, waiting: list[Case], ended: Ended, teller: "Teller") -> 
             raise SweepError(f"ranks could not be started: {ended.reason}")
         return rest
     found = {"status": "failed", "reason": ended.reason}
-    record = make_record(at, device_label("cpu") if sweep.settings.device == "cpu" else "unknown",
-                         found, {"lost": True})  # fmt: skip
+    record = make_record(
+        at,
+        device_label("cpu") if sweep.settings.device == "cpu" else "unknown",
+        found,
+        {"lost": True},
+    )
     write_record(record, sweep.folder.record(at))
     teller.end(at, record)
     return [case for case in rest if case is not at]
 
 
-class Teller:
+class CaseCounter:
     """Turns events into progress. Time left: what the cases ended so far took, by layers and
     passes, times what is left."""
 
@@ -243,8 +261,14 @@ class Teller:
         rest = sum(self._weights.values()) - past
         left_s = self._spent * rest / past if past else None
         failed = sum(not good for good in self._ended.values())
-        return Progress(done=self.done + len(self._ended), total=self.total, failed=failed,
-                        running=running, record=record, left_s=left_s)  # fmt: skip
+        return Progress(
+            done=self.done + len(self._ended),
+            total=self.total,
+            failed=failed,
+            running=running,
+            record=record,
+            left_s=left_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +317,7 @@ def sweep_up(folder: Folder) -> None:
 
 def _announce(sweep: Sweep, job: Job | None) -> None:
     """Tells the drivers of the other hosts what to start next; None that there is no more."""
-    if sweep.launch.nnodes > 1 and not sweep.launch.prefix:
+    if sweep.hosts.nnodes > 1 and not sweep.hosts.prefix:
         said = {"job": job.name if job else "", "driver": os.getpid(), "time": time.time()}
         if job is not None:
             job.write(sweep.folder.path)
@@ -313,7 +337,7 @@ def _follow(sweep: Sweep, on_progress: Callable[[Progress], None]) -> Progress:
             if said["job"] != seen:
                 seen = said["job"]
                 job = read_job(folder.path / "jobs" / f"{seen}.json")
-                run_jobs(JobRun(job, folder, sweep.launch))
+                run_jobs(JobRun(job, folder, sweep.hosts))
                 continue
         with alone(folder) as lock:
             if lock is not None:  # the first driver is gone

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.bench.elastic import die_with_parent
 from workbench.bench.job import HUNG, LOST, UNWRITABLE, Folder, Job, read_job
 from workbench.bench.measure import measure_case
-from workbench.bench.own import write_record
+from workbench.bench.torchrun import die_with_parent
 from workbench.case import Case
 from workbench.errors import InputError
 from workbench.moe.failures import ClosedError, PeerError
 from workbench.moe.group import CollectiveGroup, NvlinkGroup, SharedGroup
+from workbench.records.record import write_record
 
 GRACE_S = 2.0
 """From the stacks in the logs to the end of a rank, so that every rank gets to write its own."""

@@ -18,8 +18,14 @@ from workbench.report.theme import PRECISIONS, system_name
 
 LABEL = {"description_width": "96px"}
 MAX_EP = 1024
-SHAPE = {"F": (32, 16384), "T": (1, 65536), "D": (64, 16384), "E": (1, 4096), "K": (1, 64),
-         "sharedExperts": (0, 8)}  # fmt: skip
+SHAPE = {
+    "F": (32, 16384),
+    "T": (1, 65536),
+    "D": (64, 16384),
+    "E": (1, 4096),
+    "K": (1, 64),
+    "sharedExperts": (0, 8),
+}
 """Controls of the shape, and the range of each."""
 
 
@@ -53,9 +59,15 @@ def slider(
     if not low <= value <= high:
         raise InputError(f"{label}={value:g} must lie between {low:g} and {high:g}")
     control = widgets.FloatSlider(
-        value=value, min=low, max=high, step=step, description=label, style=LABEL,
-        layout=control_layout(), readout_format=".2f",
-    )  # fmt: skip
+        value=value,
+        min=low,
+        max=high,
+        step=step,
+        description=label,
+        style=LABEL,
+        layout=control_layout(),
+        readout_format=".2f",
+    )
     if chosen > high:
         _stand_in(control, chosen, value)
     return control
@@ -67,8 +79,9 @@ class Number(widgets.FloatText):
 
     def __init__(self, label: str, value: int, low: int, high: int, step: int = 1) -> None:
         self.low, self.high = low, high
-        super().__init__(value=value, step=step, description=label, style=LABEL,
-                         layout=control_layout())  # fmt: skip
+        super().__init__(
+            value=value, step=step, description=label, style=LABEL, layout=control_layout()
+        )
 
     @property
     def problem(self) -> str:
@@ -112,7 +125,7 @@ def shape_controls(state: ShapeState, sources: Sources) -> dict[str, Any]:
             name: number(name, getattr(state, name), low, top, 64 if name in "DF" else 1)
             for name, (low, top) in SHAPE.items()
         },
-    }  # fmt: skip
+    }
 
 
 def divisors(number: int) -> list[int]:
@@ -197,10 +210,11 @@ class LayerTable(widgets.VBox):
         cells = list(self._cells.children)[: len(self.value)]
         for n in range(len(cells), len(self.value)):
             cell = widgets.FloatText(
-                step=0.1, description=f"{n + 1}",
+                step=0.1,
+                description=f"{n + 1}",
                 style={"description_width": "16px"},
                 layout=widgets.Layout(width="90px", margin="0 2px 0 0"),
-            )  # fmt: skip
+            )
             cell.observe(self._edited, "value")
             cells.append(cell)
         for cell, factor in zip(cells, self.value, strict=True):

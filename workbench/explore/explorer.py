@@ -24,13 +24,7 @@ import plotly.graph_objects as go
 
 from workbench.errors import InputError
 from workbench.explore.controls import LABEL, control_layout, random_value, stands_in
-from workbench.explore.sources import (
-    ShapeState,
-    Sources,
-    View,
-    find_file,
-    workload_name,
-)
+from workbench.explore.sources import ShapeState, Sources, View, find_file, workload_name
 from workbench.files import write_atomic
 from workbench.report.export import Exported, export_figures
 from workbench.report.figures_explore import Spec
@@ -57,9 +51,13 @@ class Explorer(ABC):
         self._more = widgets.Accordion([self._rows], titles=["Table"])
         self.controls: dict[str, Any] = self.build(state)
         self.controls["results"] = widgets.Text(
-            value=sources.own, placeholder="outputs/runs/<id>", continuous_update=False,
-            description="own results", style=LABEL, layout=control_layout(),
-        )  # fmt: skip
+            value=sources.own,
+            placeholder="outputs/runs/<id>",
+            continuous_update=False,
+            description="own results",
+            style=LABEL,
+            layout=control_layout(),
+        )
         self.upload = widgets.FileUpload(
             accept=self.file_types, description=self.file_label, layout=control_layout()
         )
@@ -168,14 +166,7 @@ class Explorer(ABC):
             ),
         )
         right = widgets.VBox(
-            [
-                self._message,
-                self._file_message,
-                self._sentence,
-                self._notes,
-                self.live,
-                self._more,
-            ],
+            [self._message, self._file_message, self._sentence, self._notes, self.live, self._more],
             layout=widgets.Layout(flex="100 1 560px", min_width="500px", max_width="860px"),
         )
         return widgets.Box([box, right], layout=widgets.Layout(flex_flow="row wrap", width="100%"))

@@ -16,20 +16,15 @@ from workbench.explore.controls import (
     workload_controls,
 )
 from workbench.explore.explorer import Explorer
-from workbench.explore.imbalance_view import (
+from workbench.explore.imbalance_view import imbalance_view
+from workbench.explore.loads import (
     DEFAULT_FACTORS,
     ImbalanceState,
     Load,
-    imbalance_view,
     largest_factor,
     layer_loads,
 )
-from workbench.explore.sources import (
-    ExplorerParameters,
-    View,
-    find_file,
-    split_system,
-)
+from workbench.explore.sources import ExplorerParameters, View, find_file, split_system
 from workbench.explore.trace import Trace, load_trace, read_trace
 
 LOADS = [

@@ -27,7 +27,7 @@ from workbench.explore.precision_view import (
     precision_view,
 )
 from workbench.explore.sources import ExplorerParameters, View, find_file
-from workbench.formats import FORMATS
+from workbench.kernels.formats import FORMATS
 
 DATA = [
     ("Gaussian", "gaussian"),
@@ -70,9 +70,12 @@ class PrecisionExplorer(Explorer):
     def build(self, state: PrecisionState) -> dict[str, Any]:
         formats = widgets.SelectMultiple(
             options=[(spec.label, name) for name, spec in FORMATS.items()],
-            value=tuple(state.formats), rows=len(FORMATS), description="formats", style=LABEL,
+            value=tuple(state.formats),
+            rows=len(FORMATS),
+            description="formats",
+            style=LABEL,
             layout=control_layout(),
-        )  # fmt: skip
+        )
         metrics = [(label, name) for name, label in METRIC_NAMES.items()]
         common = shape_controls(state, self.sources)
         self.controls = {

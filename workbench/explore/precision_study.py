@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import InputError
-from workbench.formats import Axis, FormatSpec, Quantised, quantise, resolve, sqnr_db
+from workbench.kernels.formats import Axis, FormatSpec, Quantised, quantise, resolve, sqnr_db
 
 Kind = Literal["gaussian", "student_t", "outlier_channel", "tensor"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -23,8 +23,8 @@ from workbench.explore.sources import (
     refused_note,
     runs,
 )
-from workbench.formats import FORMATS, FormatSpec
 from workbench.hardware import Hardware
+from workbench.kernels.formats import FORMATS, FormatSpec
 from workbench.model.cost import BF16_BYTES, expert_flop, experts_read, hbm_bytes
 from workbench.model.roofline import link_ms
 from workbench.report import figures_explore as fx
@@ -34,8 +34,14 @@ from workbench.report.theme import STYLES, system_name
 Data = Literal["gaussian", "student_t", "outlier_channel", "tensor"]
 Metric = Literal["tensor", "gemm", "mlp", "dx", "dw13", "dw2"]
 DEFAULT_FORMATS = ["bf16", "mxfp8-e4m3-rceil", "mxfp8-e4m3-floor", "mxfp4-rceil", "nvfp4"]
-METRIC_NAMES = {"tensor": "tensor", "gemm": "GEMM", "mlp": "MLP out", "dx": "dX", "dw13": "dW13",
-                "dw2": "dW2"}  # fmt: skip
+METRIC_NAMES = {
+    "tensor": "tensor",
+    "gemm": "GEMM",
+    "mlp": "MLP out",
+    "dx": "dX",
+    "dw13": "dW13",
+    "dw2": "dW2",
+}
 PEAKS = {"bf16": "bf16", "e4m3": "fp8", "e5m2": "fp8", "e2m1": "fp4"}
 """Element -> the peak that a product of it is held against."""
 LOOKS = {
@@ -51,13 +57,22 @@ LOOKS = {
 """Format -> colour and bar pattern."""
 CLEAR = "rgba(255,255,255,0)"
 
-SQNR = Panel(title="Error of a small real layer", x="what is compared [-]", y="SQNR [dB]",
-             category=tuple(METRIC_NAMES.values()))  # fmt: skip
-SCALES = Panel(title="Scales of the tensor", x="exponent of the scale [log2]",
-               y="blocks [1]", thousands=True)  # fmt: skip
+SQNR = Panel(
+    title="Error of a small real layer",
+    x="what is compared [-]",
+    y="SQNR [dB]",
+    category=tuple(METRIC_NAMES.values()),
+)
+SCALES = Panel(
+    title="Scales of the tensor", x="exponent of the scale [log2]", y="blocks [1]", thousands=True
+)
 TRADE = Panel(title="Time against error", x="iteration time [ms]", y="SQNR [dB]", zero=False)
-STORAGE = Panel(title="Storage against error", x="bits per value, scales included [bit]",
-                y="SQNR [dB]", zero=False)  # fmt: skip
+STORAGE = Panel(
+    title="Storage against error",
+    x="bits per value, scales included [bit]",
+    y="SQNR [dB]",
+    zero=False,
+)
 PANELS = (SQNR, SCALES, TRADE, STORAGE)
 
 
@@ -89,9 +104,15 @@ def format_floors(state: ShapeState, spec: FormatSpec, hardware: Hardware) -> di
     routed = passes * float(expert_flop(rows, state.D, state.F))
     shared = passes * float(expert_flop(S * state.T, state.D, state.F))
     hbm = passes * hbm_bytes(
-        R=rows, T=state.T, D=state.D, F=state.F, K=state.K, S=S, weight_bytes=per_value,
+        R=rows,
+        T=state.T,
+        D=state.D,
+        F=state.F,
+        K=state.K,
+        S=S,
+        weight_bytes=per_value,
         experts=experts_read(rows, state.E // state.ep),
-    )  # fmt: skip
+    )
     there = BF16_BYTES if training else per_value
     wire = ways * rows * (1 - 1 / state.ep) * state.D * (there + BF16_BYTES)
     peak = hardware.peak_tflops(PEAKS[spec.element])
@@ -117,8 +138,10 @@ def precision_view(state: PrecisionState, tensor: Any, sources: Sources) -> View
         kind=state.data, seed=state.seed, tensor=tensor if state.data == "tensor" else None
     )
     errors = sqnr_table(study, names)
-    by_format = {name: dict(zip(part["metric"], part["sqnr_db"], strict=True))
-                 for name, part in errors.groupby("fmt", sort=False)}  # fmt: skip
+    by_format = {
+        name: dict(zip(part["metric"], part["sqnr_db"], strict=True))
+        for name, part in errors.groupby("fmt", sort=False)
+    }
     hardware = sources.hardware(state.hardware)
     times, notes = _times(state, names, hardware, sources)
     found = [r for r in sources.matching(state, layers=1) if r["factors"] == (1.0,)]
@@ -145,8 +168,9 @@ Times = dict[str, dict[str, Any]]
 system -> predicted row, and `refused`: the rows of those that do not run."""
 
 
-def _times(state: PrecisionState, names: list[str], hardware: Hardware,
-           sources: Sources) -> tuple[Times, list[str]]:  # fmt: skip
+def _times(
+    state: PrecisionState, names: list[str], hardware: Hardware, sources: Sources
+) -> tuple[Times, list[str]]:
     wanted = {format_precision(FORMATS[name]) for name in names}
     systems = [s for s in sources.systems if s[2] in wanted]
     state.case(systems[0] if systems else sources.systems[0])  # refuses an impossible shape
@@ -162,15 +186,21 @@ def _times(state: PrecisionState, names: list[str], hardware: Hardware,
         if not mine and not math.isnan(floors["compute"]):
             notes.append(f"{spec.label}: no system was measured in it, only its floor is known")
         binds = max(floors, key=lambda floor: floors[floor])
-        times[name] = {"floor": floors[binds], "binds": binds, "systems": own, "lacks": missing,
-                       "refused": {s: r for s, r in mine.items() if not runs(r)}}  # fmt: skip
+        times[name] = {
+            "floor": floors[binds],
+            "binds": binds,
+            "systems": own,
+            "lacks": missing,
+            "refused": {s: r for s, r in mine.items() if not runs(r)},
+        }
     why = {str(row["extrapolation"]) for row in rows if runs(row)} - {""}
     refused = refused_note(dict(zip(systems, rows, strict=True)))
     return times, [f"extrapolated: {', '.join(sorted(why))}"] * bool(why) + notes + [refused]
 
 
-def _floors(state: PrecisionState, spec: FormatSpec,
-            hardware: Hardware) -> tuple[dict[str, float], str]:  # fmt: skip
+def _floors(
+    state: PrecisionState, spec: FormatSpec, hardware: Hardware
+) -> tuple[dict[str, float], str]:
     """Floors of a format, or NaN and what the device lacks for them."""
     try:
         floors = format_floors(state, spec, hardware)
@@ -189,10 +219,12 @@ def _finite(values: Any) -> list[float | None]:
 def _sqnr(names: list[str], by_format: dict[str, dict[str, float]]) -> list[fx.Trace]:
     x = list(METRIC_NAMES.values())
     return [
-        fx.bar(SQNR, FORMATS[name].label, x, _finite(by_format[name][m] for m in METRICS),
-               *LOOKS[name]) | {"offsetgroup": name}
+        fx.bar(
+            SQNR, FORMATS[name].label, x, _finite(by_format[name][m] for m in METRICS), *LOOKS[name]
+        )
+        | {"offsetgroup": name}
         for name in names
-    ]  # fmt: skip
+    ]
 
 
 def _scales(study: Study, names: list[str]) -> list[fx.Trace]:
@@ -200,15 +232,27 @@ def _scales(study: Study, names: list[str]) -> list[fx.Trace]:
     traces = []
     for name in names:
         part = counts[counts["fmt"] == name]
-        traces.append(fx.bar(SCALES, FORMATS[name].label, part["exponent"].to_numpy(np.int64),
-                             part["blocks"].to_numpy(np.int64), *LOOKS[name])
-                      | {"offsetgroup": name})  # fmt: skip
+        traces.append(
+            fx.bar(
+                SCALES,
+                FORMATS[name].label,
+                part["exponent"].to_numpy(np.int64),
+                part["blocks"].to_numpy(np.int64),
+                *LOOKS[name],
+            )
+            | {"offsetgroup": name}
+        )
     labels = ", ".join(FORMATS[name].label for name in names)
     return [*traces, fx.said_in(SCALES, f"{labels} has no scales" if counts.empty else "")]
 
 
-def _trade(state: PrecisionState, names: list[str], by_format: dict[str, dict[str, float]],
-           times: Times, found: list[Row]) -> list[fx.Trace]:  # fmt: skip
+def _trade(
+    state: PrecisionState,
+    names: list[str],
+    by_format: dict[str, dict[str, float]],
+    times: Times,
+    found: list[Row],
+) -> list[fx.Trace]:
     """Every system of a format's precision at its predicted time, and the format's floor."""
     traces = []
     for name in names:
@@ -216,23 +260,47 @@ def _trade(state: PrecisionState, names: list[str], by_format: dict[str, dict[st
         colour = LOOKS[name][0]
         y = _finite([error])
         floor = _finite([times[name]["floor"]])
-        traces.append(fx.points(TRADE, "floor at the device's peaks", floor, y, colour,
-                                symbol="line-ns-open", size=12))  # fmt: skip
+        traces.append(
+            fx.points(
+                TRADE,
+                "floor at the device's peaks",
+                floor,
+                y,
+                colour,
+                symbol="line-ns-open",
+                size=12,
+            )
+        )
         for system, row in times[name]["systems"].items():
-            trace = fx.points(TRADE, system_name(system), [row["iterationMS"]], y, colour,
-                              ids=[row["id"]], symbol=STYLES[system].symbol, size=8)  # fmt: skip
+            trace = fx.points(
+                TRADE,
+                system_name(system),
+                [row["iterationMS"]],
+                y,
+                colour,
+                ids=[row["id"]],
+                symbol=STYLES[system].symbol,
+                size=8,
+            )
             trace["error_x"] = {
-                "type": "data", "symmetric": False, "thickness": 1, "width": 2,
+                "type": "data",
+                "symmetric": False,
+                "thickness": 1,
+                "width": 2,
                 "array": [row["iterationHighMS"] - row["iterationMS"]],
                 "arrayminus": [row["iterationMS"] - row["iterationLowMS"]],
-            }  # fmt: skip
+            }
             traces.append(trace)
         for origin in OBSERVED:
-            rows = [r for r in found if r["source"] == origin
-                    and r["precision"] == format_precision(FORMATS[name])]  # fmt: skip
+            rows = [
+                r
+                for r in found
+                if r["source"] == origin and r["precision"] == format_precision(FORMATS[name])
+            ]
             measured = [r["iterationMS"] for r in rows]
-            points = fx.points(TRADE, origin, measured, y * len(rows), CLEAR, origin,
-                               [r["id"] for r in rows])  # fmt: skip
+            points = fx.points(
+                TRADE, origin, measured, y * len(rows), CLEAR, origin, [r["id"] for r in rows]
+            )
             traces.append(fx.with_spread(points, rows, "iterationMS", "x"))
     drawn = any(value is not None for trace in traces for value in trace["x"])
     lacks = dict.fromkeys(times[name]["lacks"] for name in names)
@@ -241,13 +309,20 @@ def _trade(state: PrecisionState, names: list[str], by_format: dict[str, dict[st
     return [*traces, fx.said_in(TRADE, told, y=sum(height) / max(len(height), 1))]
 
 
-def _storage(state: PrecisionState, names: list[str],
-             by_format: dict[str, dict[str, float]]) -> list[fx.Trace]:  # fmt: skip
+def _storage(
+    state: PrecisionState, names: list[str], by_format: dict[str, dict[str, float]]
+) -> list[fx.Trace]:
     return [
-        fx.points(STORAGE, FORMATS[name].label, [FORMATS[name].bits_per_value],
-                  _finite([by_format[name][state.metric]]), LOOKS[name][0], size=9)
+        fx.points(
+            STORAGE,
+            FORMATS[name].label,
+            [FORMATS[name].bits_per_value],
+            _finite([by_format[name][state.metric]]),
+            LOOKS[name][0],
+            size=9,
+        )
         for name in names
-    ]  # fmt: skip
+    ]
 
 
 def _table(names: list[str], errors: pd.DataFrame, times: Times) -> list[Row]:
@@ -257,24 +332,36 @@ def _table(names: list[str], errors: pd.DataFrame, times: Times) -> list[Row]:
     for name in names:
         spec, t = FORMATS[name], times[name]
         error = {f"{m}SqnrDB": float(wide.loc[name, m]) for m in METRICS}
-        base = {"format": spec.label, "bitsPerValue": spec.bits_per_value, **error,
-                "floorMS": t["floor"], "floorBinds": t["binds"]}  # fmt: skip
+        base = {
+            "format": spec.label,
+            "bitsPerValue": spec.bits_per_value,
+            **error,
+            "floorMS": t["floor"],
+            "floorBinds": t["binds"],
+        }
         if not t["systems"] and not t["refused"]:
             rows.append(base)
         for system, row in t["refused"].items():
             told = {"system": system_name(system), "origin": PREDICTED, "runs": row["runs"]}
             rows.append(base | told)
         for system, row in t["systems"].items():
-            rows.append(base | {
-                "system": system_name(system), "origin": PREDICTED,
-                "iterationMS": row["iterationMS"], "iterationLowMS": row["iterationLowMS"],
-                "iterationHighMS": row["iterationHighMS"], "runs": row["runs"],
-            })  # fmt: skip
+            rows.append(
+                base
+                | {
+                    "system": system_name(system),
+                    "origin": PREDICTED,
+                    "iterationMS": row["iterationMS"],
+                    "iterationLowMS": row["iterationLowMS"],
+                    "iterationHighMS": row["iterationHighMS"],
+                    "runs": row["runs"],
+                }
+            )
     return rows
 
 
-def _sentence(state: PrecisionState, names: list[str], by_format: dict[str, dict[str, float]],
-              times: Times) -> str:  # fmt: skip
+def _sentence(
+    state: PrecisionState, names: list[str], by_format: dict[str, dict[str, float]], times: Times
+) -> str:
     told = []
     for name in names:
         system, row = _fastest(times[name]["systems"])

@@ -14,13 +14,13 @@ import pandas as pd
 import plotly.graph_objects as go
 from pydantic import BaseModel, ConfigDict
 
-from workbench.bench.record import REFERENCE, load_table
-from workbench.bench.stated import NOISE
 from workbench.case import PIPELINES, STUDY_SHAPE, Case, case_table
 from workbench.errors import InputError
 from workbench.hardware import Hardware, known_devices, load_hardware, match_device
 from workbench.model.calibration import DEFAULT, Calibration, load_calibration
-from workbench.moe.case_plan import CasePlans
+from workbench.planning.case_plan import CasePlans
+from workbench.records.protocols import NOISE
+from workbench.records.results import REFERENCE, load_table
 from workbench.report.figures_explore import ELSEWHERE, MEASURED, PUBLISHED, Spec
 from workbench.report.theme import STYLES, system_name
 
@@ -33,10 +33,20 @@ WORKLOAD = ("mode", "ep", "F", *STUDY_SHAPE)
 
 
 PREDICTED_FIELDS = (
-    "id", "iterationMS", "iterationLowMS", "iterationHighMS", "busiestComputeFloorMS",
-    "busiestHbmFloorMS", "busiestLinkFloorMS", "busiestFixedFloorMS", "busiestBinds",
-    "usefulTFPerGPU", "peakAllocatedGiB", "extrapolation", "runs",
-)  # fmt: skip
+    "id",
+    "iterationMS",
+    "iterationLowMS",
+    "iterationHighMS",
+    "busiestComputeFloorMS",
+    "busiestHbmFloorMS",
+    "busiestLinkFloorMS",
+    "busiestFixedFloorMS",
+    "busiestBinds",
+    "usefulTFPerGPU",
+    "peakAllocatedGiB",
+    "extrapolation",
+    "runs",
+)
 
 
 class ShapeState(BaseModel):
@@ -243,8 +253,10 @@ class Sources:
         device = self.hardware(hardware)
         predicted = self.calibration.predict(case_table(cases), device)
         names = PREDICTED_FIELDS
-        return [dict(zip(names, row, strict=True)) for row in zip(
-            *(predicted[name].tolist() for name in names), strict=True)]  # fmt: skip
+        return [
+            dict(zip(names, row, strict=True))
+            for row in zip(*(predicted[name].tolist() for name in names), strict=True)
+        ]
 
 
 def runs(row: Row) -> bool:
@@ -315,8 +327,14 @@ def plan_rows(cases: Sequence[Case]) -> list[Row]:
     return found
 
 
-PLANNED_FIELDS = ("slotBytes", "scratchRows", "recomputedLayers", "retainedRowsPerLayer",
-                  "totalReplayRows", "busiestPaddedRows")  # fmt: skip
+PLANNED_FIELDS = (
+    "slotBytes",
+    "scratchRows",
+    "recomputedLayers",
+    "retainedRowsPerLayer",
+    "totalReplayRows",
+    "busiestPaddedRows",
+)
 
 
 @lru_cache(maxsize=1)

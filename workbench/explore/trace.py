@@ -27,8 +27,18 @@ Ints = npt.NDArray[np.int64]
 MAX_BYTES = 1 << 26
 MAX_COUNT = 2**53
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf(inity)?)", re.A | re.I)
-_INDEX_NAMES = ("", "layer", "layers", "layeridx", "layerindex", "layerid", "index", "idx", "id",
-                "unnamed:0")  # fmt: skip
+_INDEX_NAMES = (
+    "",
+    "layer",
+    "layers",
+    "layeridx",
+    "layerindex",
+    "layerid",
+    "index",
+    "idx",
+    "id",
+    "unnamed:0",
+)
 _CONVERT = {
     ".npy": "np.savez('trace.npz', counts=np.load('{}'))",
     ".pt": "np.savez('trace.npz', counts=torch.load('{}').numpy())",
@@ -135,11 +145,17 @@ def _cells(name: str, content: bytes) -> list[list[str]]:
         text = content.decode("utf-8-sig").replace("\r\n", "\n")
         for character, rule in (
             ("\r", "lines must end in \\n or \\r\\n, not in a bare \\r"),
-            ("\t", "must be separated by commas, not tabs: pandas.read_csv(name, sep='\\t')"
-             ".to_csv(new, index=False)"),
-            (";", "must be separated by commas, not semicolons: pandas.read_csv(name, sep=';')"
-             ".to_csv(new, index=False)"),
-        ):  # fmt: skip
+            (
+                "\t",
+                "must be separated by commas, not tabs: pandas.read_csv(name, sep='\\t')"
+                ".to_csv(new, index=False)",
+            ),
+            (
+                ";",
+                "must be separated by commas, not semicolons: pandas.read_csv(name, sep=';')"
+                ".to_csv(new, index=False)",
+            ),
+        ):
             if character in text:
                 line = text[: text.index(character)].count("\n") + 1
                 raise InputError(f"{name}: line {line}: {rule}")

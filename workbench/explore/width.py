@@ -3,14 +3,11 @@
 from typing import Any, Literal
 
 from workbench.errors import InputError
-from workbench.explore.controls import (
-    constrain_workload,
-    dropdown,
-    workload_controls,
-)
+from workbench.explore.controls import constrain_workload, dropdown, workload_controls
 from workbench.explore.explorer import Explorer
 from workbench.explore.sources import ExplorerParameters, View, split_system
-from workbench.explore.width_view import WidthState, width_view
+from workbench.explore.width_panels import WidthState
+from workbench.explore.width_view import width_view
 
 
 class WidthParameters(ExplorerParameters):

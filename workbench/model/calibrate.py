@@ -11,9 +11,9 @@ from workbench.case import STUDY_SHAPE
 from workbench.errors import InputError
 from workbench.hardware import Hardware, load_hardware, match_device
 from workbench.model.calibration import Calibration, HeldOut, Range
+from workbench.model.coefficients import CONSTANTS, PARAMETERS, Group
 from workbench.model.fit import WEIGHTS, Problem, group_rows
 from workbench.model.memory import fit_memory
-from workbench.model.parameters import CONSTANTS, PARAMETERS, Group
 from workbench.model.timemodel import Terms
 
 Array = npt.NDArray[Any]
@@ -129,8 +129,10 @@ def beyond(table: pd.DataFrame) -> list[Beyond]:
     # below 1 it is the other ranks that have the largest load, a little above the mean
     load = np.where(single, np.maximum(table["imbalance"].to_numpy(np.float64), 1), np.nan)
     sizes_of: dict[Literal["EP", "F", "imbalance"], Array] = {
-        "EP": table["ep"].to_numpy(), "F": table["F"].to_numpy(), "imbalance": load
-    }  # fmt: skip
+        "EP": table["ep"].to_numpy(),
+        "F": table["F"].to_numpy(),
+        "imbalance": load,
+    }
     found = []
     for feature, values in sizes_of.items():
         sizes = np.unique(values[~np.isnan(values)])

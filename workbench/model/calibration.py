@@ -11,23 +11,16 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import pandas as pd
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from workbench.bench.schema import Count, fault
 from workbench.case import STUDY_SHAPE, Case
 from workbench.errors import InputError
 from workbench.files import read_json, write_atomic
 from workbench.hardware import Hardware, load_hardware
+from workbench.model.coefficients import CONSTANTS, GROUPS, PARAMETERS, Group
 from workbench.model.memory import MEMORY_UNITS
-from workbench.model.parameters import CONSTANTS, GROUPS, PARAMETERS, Group
 from workbench.model.prediction import predict_table
+from workbench.records.schema import Count, fault
 
 DEFAULT = Path(str(resources.files("workbench") / "data" / "calibration-gb300.json"))
 """The packaged calibration: the published GB300 study."""
@@ -142,8 +135,11 @@ class Calibration(BaseModel):
             for group, slot in scope.items():
                 if str(group) in measured and slot not in by_slot:
                     raise ValueError(f"values.{name}.{slot} is missing, which {group} needs")
-        divisors = {f"values.{name}.{slot}": value for name in DIVISORS
-                    for slot, value in self.values[name].items()}  # fmt: skip
+        divisors = {
+            f"values.{name}.{slot}": value
+            for name in DIVISORS
+            for slot, value in self.values[name].items()
+        }
         divisors |= {f"constants.{name}": self.constants[name] for name in CONSTANT_DIVISORS}
         for place, value in divisors.items():
             if not value >= SMALLEST:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from workbench.hardware import Hardware
-from workbench.model.parameters import GROUPS, PARAMETERS, Group, slots
+from workbench.model.coefficients import GROUPS, PARAMETERS, Group, slots
 from workbench.model.timemodel import CaseArrays, Terms, Times, layer_terms, predict_times
 
 Array = npt.NDArray[Any]

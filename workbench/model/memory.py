@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import nnls
 
+from workbench.model.coefficients import Group
 from workbench.model.fit import group_rows
-from workbench.model.parameters import Group
 from workbench.model.timemodel import CaseArrays
-from workbench.moe import plan_arithmetic as pa
-from workbench.moe.plan import MokConfig
-from workbench.moe.plan_table import dist_moe_table
+from workbench.planning import arithmetic as pa
+from workbench.planning.reference import MokConfig
+from workbench.planning.reference_table import dist_moe_table
 
 Array = npt.NDArray[Any]
 GIB = 2.0**30

@@ -12,17 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from workbench.bench.schema import METRICS
 from workbench.case import STUDY_SHAPE, Case, case_table
 from workbench.errors import InputError
 from workbench.hardware import Hardware, load_hardware
+from workbench.model.coefficients import Group
 from workbench.model.fit import group_rows
 from workbench.model.memory import GIB, predict_memory
-from workbench.model.parameters import Group
 from workbench.model.roofline import FLOORS
 from workbench.model.timemodel import CaseArrays, Terms, layer_terms, predict_times
-from workbench.moe import plan_arithmetic as pa
-from workbench.moe.plan_table import HIDDEN_MULTIPLE
+from workbench.planning import arithmetic as pa
+from workbench.planning.reference_table import HIDDEN_MULTIPLE
+from workbench.records.schema import METRICS
 
 if TYPE_CHECKING:
     from workbench.model.calibration import Calibration, HeldOut
@@ -30,14 +30,26 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 BLOCK = 16_384
 THREADS = 2
-REFUSALS = (
-    "yes", "precision", "domain", "scratch", "memory", "measurement", "precision", "memory",
-)  # fmt: skip
+REFUSALS = ("yes", "precision", "domain", "scratch", "memory", "measurement", "precision", "memory")
 """First word of `runs`; of several reasons the first is told. The last two are of cases that
 dist_moe's plan refuses: widths that its tiles do not divide, and more bytes than can be counted."""
 UNDIVIDED, UNCOUNTED = 6, 7
-FEATURES = ("device", "domain", "mode", "T", "D", "E", "K", "sharedExperts", "shape", "EP", "F",
-            "imbalance", "layers", "replay")  # fmt: skip
+FEATURES = (
+    "device",
+    "domain",
+    "mode",
+    "T",
+    "D",
+    "E",
+    "K",
+    "sharedExperts",
+    "shape",
+    "EP",
+    "F",
+    "imbalance",
+    "layers",
+    "replay",
+)
 """What can lie outside the records; `shape` where T, D, E, K and sharedExperts do not singly, but
 nothing has all of them; `replay` where backward replays or recomputes and no record did."""
 DISTANT = ("EP", "F", "imbalance", "layers")
@@ -53,9 +65,7 @@ to do (launches, barriers, the exchange of routes)."""
 
 
 def predict_table(
-    calibration: "Calibration",
-    cases: pd.DataFrame | Sequence[Case],
-    device: Hardware | None = None,
+    calibration: "Calibration", cases: pd.DataFrame | Sequence[Case], device: Hardware | None = None
 ) -> pd.DataFrame:
     """The cases' own columns and, for each case:
 
@@ -216,9 +226,13 @@ def _runs(
     overflow = np.zeros_like(beyond)
     if group.backend == "dist_moe":
         capacity = pa.dist_moe_rows(
-            part.T, part.K, part.E // part.ep, part.ep, part.scratchFactor,
+            part.T,
+            part.K,
+            part.E // part.ep,
+            part.ep,
+            part.scratchFactor,
             group.precision == "mxfp8",
-        )  # fmt: skip
+        )
         overflow = terms.scratch_rows > capacity
     full = memory * GIB > hardware.hbm_gb * 1e9
     found = np.where(full, 4, np.int8(0 if measured else 5))
@@ -228,9 +242,12 @@ def _runs(
 
 
 def _reasons(
-    table: pd.DataFrame, out: dict[str, Array], groups: list[Group], hardware: Hardware,
+    table: pd.DataFrame,
+    out: dict[str, Array],
+    groups: list[Group],
+    hardware: Hardware,
     calibration: "Calibration",
-) -> pd.Categorical:  # fmt: skip
+) -> pd.Categorical:
     """`runs` in words. Only what a reason names is told apart, so that there are few of them."""
     words, codes = ["yes"], np.zeros(len(table), np.int32)
     keys = {2: table["ep"], 3: table["scratchFactor"]}
@@ -242,20 +259,23 @@ def _reasons(
         for value in values.tolist():
             group = groups[value] if refusal not in keys else Group("", "", "")
             no_nic = "" if hardware.nic_gbit_s else f", and {hardware.name} has no NIC figure"
-            words.append(f"{REFUSALS[refusal]}: " + {
-                1: f"{hardware.name} has no block-scaled matrix units for {group.precision} "
-                   f"that hardware.toml or hardware_file names ({group})",
-                2: f"ep={value} leaves the peer domain of {hardware.scale_up_domain} "
-                   f"GPU{'s' * (hardware.scale_up_domain > 1)}{no_nic}",
-                3: f"the busiest rank receives more rows than scratchFactor={value} reserves, "
-                   "where dist_moe stops",
-                4: f"{group} needs more than the {hardware.hbm_gb:g} GB of {hardware.name}",
-                5: f"no record of {group} in the calibration, only of "
-                   + ", ".join(map(str, calibration.groups)),
-                UNDIVIDED: f"{group} needs D divisible by {HIDDEN_MULTIPLE}" + (
-                    f", and D and F by {pa.MX_BLOCK}" if group.precision == "mxfp8" else ""),
-                UNCOUNTED: "needs more than 2**53 bytes",
-            }[refusal])  # fmt: skip
+            words.append(
+                f"{REFUSALS[refusal]}: "
+                + {
+                    1: f"{hardware.name} has no block-scaled matrix units for {group.precision} "
+                    f"that hardware.toml or hardware_file names ({group})",
+                    2: f"ep={value} leaves the peer domain of {hardware.scale_up_domain} "
+                    f"GPU{'s' * (hardware.scale_up_domain > 1)}{no_nic}",
+                    3: f"the busiest rank receives more rows than scratchFactor={value} reserves, "
+                    "where dist_moe stops",
+                    4: f"{group} needs more than the {hardware.hbm_gb:g} GB of {hardware.name}",
+                    5: f"no record of {group} in the calibration, only of "
+                    + ", ".join(map(str, calibration.groups)),
+                    UNDIVIDED: f"{group} needs D divisible by {HIDDEN_MULTIPLE}"
+                    + (f", and D and F by {pa.MX_BLOCK}" if group.precision == "mxfp8" else ""),
+                    UNCOUNTED: "needs more than 2**53 bytes",
+                }[refusal]
+            )
     # two groups may share a reason, and a category is named once
     names = list(dict.fromkeys(words))
     return pd.Categorical.from_codes(np.array([names.index(w) for w in words])[codes], names)
@@ -284,9 +304,11 @@ def _outside(
         recorded |= here
         bits = (replays & (not known.replay)) * bit["replay"]
         for name, values, (low, high) in (
-            ("EP", part.ep, known.ep), ("F", part.F, known.F),
-            ("imbalance", terms.factor, known.load), ("layers", part.layers, (1, known.layers)),
-        ):  # fmt: skip
+            ("EP", part.ep, known.ep),
+            ("F", part.F, known.F),
+            ("imbalance", terms.factor, known.load),
+            ("layers", part.layers, (1, known.layers)),
+        ):
             for end, ratio in (("smallest", low / values), ("largest", values / high)):
                 beyond = here & (ratio > 1 + 1e-9)
                 if not beyond.any():
@@ -330,9 +352,13 @@ def _named(outside: Array) -> pd.Categorical:
 
 
 def _interval(
-    calibration: "Calibration", terms: Terms, iteration: Array, width: Array, unseen: Array,
+    calibration: "Calibration",
+    terms: Terms,
+    iteration: Array,
+    width: Array,
+    unseen: Array,
     measured: dict[Group, dict[str, float]],
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """Bounds of the 90 % interval of a block's times, [N], of half-width `width` in log."""
     floor = np.fmax.reduce(list(terms.floors.values()))
     low, high = iteration * np.exp(-width), iteration * np.exp(width)

@@ -30,9 +30,22 @@ _KNOWN: Mapping[str, Sequence[str]] = {
     "category": CATEGORIES,
 }
 """Fields that take one of a few words; another word is no point of a grid but a slip."""
-SHOWN = ("id", "T", "D", "E", "K", "iterationMS", "runs", "iterationLowMS", "iterationHighMS",
-         "busiestBinds", "peakAllocatedGiB", "forwardMS", "backwardMS",
-         "extrapolation")  # fmt: skip
+SHOWN = (
+    "id",
+    "T",
+    "D",
+    "E",
+    "K",
+    "iterationMS",
+    "runs",
+    "iterationLowMS",
+    "iterationHighMS",
+    "busiestBinds",
+    "peakAllocatedGiB",
+    "forwardMS",
+    "backwardMS",
+    "extrapolation",
+)
 """Columns that `workbench predict` prints for people, those first that are never left out."""
 ALWAYS = 7
 WORDS = 14
@@ -119,8 +132,9 @@ def _case(point: dict[str, Any]) -> Case:
             stated.setdefault("precision", precisions[0])
     if stated.get("profile") is not None:
         stated["category"] = "packing"
-    missing = [name for name in ("backend", "mode", "ep", "precision", "pipeline")
-               if name not in stated]  # fmt: skip
+    missing = [
+        name for name in ("backend", "mode", "ep", "precision", "pipeline") if name not in stated
+    ]
     if missing:
         raise InputError(f"{', '.join(missing)} must be given, by an id or as NAME=VALUE")
     return Case(**stated)

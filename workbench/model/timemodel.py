@@ -29,6 +29,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from workbench.hardware import Hardware
+from workbench.model.coefficients import MEGA, Group
 from workbench.model.cost import (
     BF16_BYTES,
     MXFP8_BYTES,
@@ -39,11 +40,10 @@ from workbench.model.cost import (
     passes,
     wire_row_bytes,
 )
-from workbench.model.parameters import MEGA, Group
 from workbench.model.roofline import link_ms
-from workbench.moe import plan_arithmetic as pa
-from workbench.moe.case_plan import CasePlans
-from workbench.moe.plan import MokConfig
+from workbench.planning import arithmetic as pa
+from workbench.planning.case_plan import CasePlans
+from workbench.planning.reference import MokConfig
 from workbench.routing import rank_rows
 
 Array = npt.NDArray[Any]
@@ -208,9 +208,15 @@ def layer_terms(
         minibatches, recompute = _beyond_capacity(cases, group, case, rows.rank0, experts, largest)
     all_read = read if single else np.add.reduceat(read, start)
     hbm_total = hbm_bytes(
-        R=total / layers, T=T, D=D, F=F, K=K, S=S, weight_bytes=weight_bytes,
+        R=total / layers,
+        T=T,
+        D=D,
+        F=F,
+        K=K,
+        S=S,
+        weight_bytes=weight_bytes,
         experts=all_read / layers,
-    )  # fmt: skip
+    )
     # A rank's own rows that go elsewhere leave it whatever it receives.
     wire = (layers * T * K - total / ep) * there_bytes + total * (1 - 1 / ep) * back_bytes
     times, ways = passes(training), np.where(training, 2, 1)
@@ -220,10 +226,11 @@ def layer_terms(
         "link": link_ms(wire, ep, hardware),
     }
     forward, backward = (
-        np.maximum(np.maximum(floors["compute"], floors["HBM"]) * of_passes,
-                   floors["link"] * of_ways)
+        np.maximum(
+            np.maximum(floors["compute"], floors["HBM"]) * of_passes, floors["link"] * of_ways
+        )
         for of_passes, of_ways in ((1 / times, 1 / ways), (1 - 1 / times, 1 - 1 / ways))
-    )  # fmt: skip
+    )
     fullest = padded if mxfp8 else busiest
     return Terms(
         group=group,

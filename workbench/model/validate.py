@@ -25,9 +25,9 @@ from workbench.model.calibrate import (
     quantile,
     workloads,
 )
+from workbench.model.coefficients import CONSTANTS
 from workbench.model.fit import WEIGHTS, Problem
 from workbench.model.memory import fit_memory, memory_terms
-from workbench.model.parameters import CONSTANTS
 
 Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
@@ -58,13 +58,14 @@ PROTOCOLS = (
     Protocol("packing of one group left out", "iterationMS", Bound(0.015, 0.03), Bound(0.01, 0.02)),
     Protocol("largest EP from the smaller", "iterationMS", Bound(0.03, 0.20), Bound(0.02, 0.08)),
     Protocol("largest F from the rest", "iterationMS", Bound(0.03, 0.06), Bound(0.02, 0.04)),
-    Protocol("largest load from the smaller", "iterationMS",
-             Bound(0.01, 0.035), Bound(0.007, 0.03)),
+    Protocol(
+        "largest load from the smaller", "iterationMS", Bound(0.01, 0.035), Bound(0.007, 0.03)
+    ),
     Protocol("forward, leave one workload out", "forwardMS", Bound(0.016), Bound(0.012)),
     Protocol("backward, leave one workload out", "backwardMS", Bound(0.022), Bound(0.015)),
     Protocol("peak memory, in sample", "peakAllocatedGiB", Bound(0.02), Bound(0.005)),
     Protocol("peak memory, leave one workload out", "peakAllocatedGiB", Bound(0.05), Bound(0.02)),
-)  # fmt: skip
+)
 """For the study, the largest EP, F and load are EP 64, F 6144 and imbalance 8."""
 
 

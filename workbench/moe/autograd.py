@@ -235,8 +235,10 @@ class _RoutedExperts(torch.autograd.Function):
             context.free_entry(entry)
         if given is not None:
             # The call met its peers and did nothing; `check` says why.
-            nan = (torch.full_like(tensor, torch.nan) if want else None
-                   for tensor, want in zip(given, ctx.needs_input_grad, strict=False))  # fmt: skip
+            nan = (
+                torch.full_like(tensor, torch.nan) if want else None
+                for tensor, want in zip(given, ctx.needs_input_grad, strict=False)
+            )
             return *nan, None, None, None
         return dx_TD, dscores_TK.to(ctx.scores_dtype), dw13_E2FD, dw2_EDF, None, None, None
 

@@ -45,8 +45,13 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("T", "D", "F", "E", "K", "ep", "layers"):
             object.__setattr__(self, name, check_whole(name, getattr(self, name)))
-        for name, known in (("mode", MODES), ("pipeline", PIPELINES), ("dtype", DTYPES),
-                            ("executor", EXECUTORS), ("validate", VALIDATE)):  # fmt: skip
+        for name, known in (
+            ("mode", MODES),
+            ("pipeline", PIPELINES),
+            ("dtype", DTYPES),
+            ("executor", EXECUTORS),
+            ("validate", VALIDATE),
+        ):
             value = getattr(self, name)
             found = isinstance(value, str) and value in known
             _check(found, name, one_line(repr(value), 80), f"must be one of {', '.join(known)}")
@@ -54,10 +59,18 @@ class MoEConfig:
             object.__setattr__(self, name, check_number(name, getattr(self, name)))
         _check(self.E % self.ep == 0, "E", self.E, f"must be divisible by ep={self.ep}")
         _check(self.K <= self.E, "K", self.K, f"must be at most E={self.E}")
-        _check(0 <= self.slot_factor < 1e6, "slot_factor", self.slot_factor,
-               "must not be negative, and below 1e6")  # fmt: skip
-        _check(0 < self.scratch_factor < 1e6, "scratch_factor", self.scratch_factor,
-               "must be positive and below 1e6")  # fmt: skip
+        _check(
+            0 <= self.slot_factor < 1e6,
+            "slot_factor",
+            self.slot_factor,
+            "must not be negative, and below 1e6",
+        )
+        _check(
+            0 < self.scratch_factor < 1e6,
+            "scratch_factor",
+            self.scratch_factor,
+            "must be positive and below 1e6",
+        )
         routes = self.ep * self.T * self.K
         _check(routes < 2**31, "ep*T*K", routes, "must fit 31 bits, as a route is one int32")
 
@@ -74,10 +87,18 @@ class MoEConfig:
         """The context that runs a BF16 case of `standard` or `alltoall`; `given` overrides."""
         _check(case.precision == "bf16", "precision", case.precision, "must be bf16 here")
         config = cls(
-            T=case.T, D=case.D, F=case.F, E=case.E, K=case.K, ep=case.ep, layers=case.layers,
-            mode=case.mode, pipeline=case.pipeline, slot_factor=case.slotFactor,
+            T=case.T,
+            D=case.D,
+            F=case.F,
+            E=case.E,
+            K=case.K,
+            ep=case.ep,
+            layers=case.layers,
+            mode=case.mode,
+            pipeline=case.pipeline,
+            slot_factor=case.slotFactor,
             scratch_factor=case.scratchFactor,
-        )  # fmt: skip
+        )
         return replace(config, **given)
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workbench.errors import InputError
 from workbench.kernels.words import Code, Decide, Head, Peak
+from workbench.moe.arena import OursPlan, plan_ours
 from workbench.moe.config import MoEConfig
 from workbench.moe.executor_torch import Dry, Logged, TorchExecutor
 from workbench.moe.executor_triton import TritonExecutor
@@ -24,7 +25,6 @@ from workbench.moe.failures import ClosedError, failure
 from workbench.moe.group import PeerGroup, VirtualGroup
 from workbench.moe.pages import Lender
 from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Part, Phase, load_pipeline
-from workbench.moe.plan_ours import OursPlan, plan_ours
 from workbench.moe.step import Executor, RankMemory, Step, splits
 
 FORWARD, BACKWARD = 0, 1
@@ -213,8 +213,10 @@ class Context:
                 began = time.perf_counter()
                 self._part(part, steps)
                 if self.timer is not None:
-                    self.timer(part.name if isinstance(part, Phase | Barrier)
-                               else type(part).__name__, time.perf_counter() - began)  # fmt: skip
+                    self.timer(
+                        part.name if isinstance(part, Phase | Barrier) else type(part).__name__,
+                        time.perf_counter() - began,
+                    )
         if self.config.validate == "always" or (
             self.config.validate == "first" and kind not in self._validated
         ):
@@ -244,9 +246,11 @@ class Context:
         elif isinstance(part, AllToAll) and self._in_step(steps[0]):
             cuts = [splits(step, part.back) for step in steps]
             self.group.all_to_all(
-                [(s.own(part.send), out, s.own(part.receive), into)
-                 for s, (out, into) in zip(steps, cuts, strict=True)]
-            )  # fmt: skip
+                [
+                    (s.own(part.send), out, s.own(part.receive), into)
+                    for s, (out, into) in zip(steps, cuts, strict=True)
+                ]
+            )
 
     def _in_step(self, step: Step) -> bool:
         """Whether all ranks are in the same call, by the heads just gathered; else their further
@@ -308,9 +312,13 @@ def dry_run(config: MoEConfig, kind: int) -> list[Logged]:
         for part in parts_of(config, kind):
             for rank in range(config.ep):
                 step = make_step(
-                    config, RankMemory(plan, arenas_PB, bases_P, rank), log, rank, entry=0,
+                    config,
+                    RankMemory(plan, arenas_PB, bases_P, rank),
+                    log,
+                    rank,
+                    entry=0,
                     saves=config.training,
-                )  # fmt: skip
+                )
                 step.x_TD, step.ids_TK, step.scores_TK, step.w13_E2FD, step.w2_EDF = fake_inputs(
                     config
                 )
@@ -323,8 +331,15 @@ def dry_run(config: MoEConfig, kind: int) -> list[Logged]:
 def make_step(
     config: MoEConfig, memory: RankMemory, executor: Executor, rank: int, entry: int, saves: bool
 ) -> Step:
-    return Step(config=config, plan=memory.plan, memory=memory, executor=executor, rank=rank,
-                entry=entry, saves=saves)  # fmt: skip
+    return Step(
+        config=config,
+        plan=memory.plan,
+        memory=memory,
+        executor=executor,
+        rank=rank,
+        entry=entry,
+        saves=saves,
+    )
 
 
 def fake_inputs(config: MoEConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

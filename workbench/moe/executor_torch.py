@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from workbench.kernels.catalogue import OPS
-from workbench.kernels.memory import Kept, Peers
+from workbench.kernels.peers import Kept, Peers
 
 Logged = tuple[int, str, tuple[str, ...]]
 

@@ -59,12 +59,7 @@ class MoELayer(nn.Module):
     """
 
     def __init__(
-        self,
-        context: Context,
-        *,
-        shared_experts: int = 1,
-        renormalise: bool = True,
-        seed: int = 0,
+        self, context: Context, *, shared_experts: int = 1, renormalise: bool = True, seed: int = 0
     ) -> None:
         super().__init__()
         if shared_experts < 0:
@@ -111,15 +106,17 @@ class MoELayer(nn.Module):
         with torch.autocast(device.type, enabled=False):
             x_TD = _rows(x, dtype if casts else None)
             # Other tokens go on as they are: the group refuses them, so that no rank waits.
-            fits = (_dense(x_TD) and x_TD.device == device and x_TD.dtype == dtype
-                    and tuple(x_TD.shape) == (tokens, c.D))  # fmt: skip
+            fits = (
+                _dense(x_TD)
+                and x_TD.device == device
+                and x_TD.dtype == dtype
+                and tuple(x_TD.shape) == (tokens, c.D)
+            )
             ids_TK = _rows(topk_ids_TK, None)
             scores_TK = _rows(topk_scores_TK, torch.float32 if casts else None)
             if ids_TK is None and scores_TK is None and fits:
                 ids_TK, scores_TK = self.route(x_TD)
-            y_TD = routed_experts(
-                x_TD, ids_TK, scores_TK, self.w13_E2FD, self.w2_EDF, self.context
-            )  # fmt: skip
+            y_TD = routed_experts(x_TD, ids_TK, scores_TK, self.w13_E2FD, self.w2_EDF, self.context)
             if not fits:
                 return y_TD
             if self.shared is not None:

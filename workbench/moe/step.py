@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from workbench.kernels.memory import Kept, Peers
+from workbench.kernels.peers import Kept, Peers
+from workbench.moe.arena import OursPlan
 from workbench.moe.config import MoEConfig
-from workbench.moe.plan_ours import OursPlan
 
 
 class Executor(Protocol):
@@ -141,9 +141,14 @@ class Step:
     def kept(self, name: str) -> Kept:
         """An operand that the layer keeps for backward."""
         index, operand = next((i, o) for i, o in enumerate(self.plan.operands) if o.name == name)
-        return Kept(arena_B=self.memory.arena_B, decision=self.decision, index=index,
-                    row_bytes_O=self.memory.row_bytes_O, width=operand.width,
-                    dtype=getattr(torch, operand.dtype))  # fmt: skip
+        return Kept(
+            arena_B=self.memory.arena_B,
+            decision=self.decision,
+            index=index,
+            row_bytes_O=self.memory.row_bytes_O,
+            width=operand.width,
+            dtype=getattr(torch, operand.dtype),
+        )
 
     @property
     def decision(self) -> Tensor:

@@ -12,17 +12,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from workbench.bench.stated import HIGH, LOW, NOISE
-from workbench.report.theme import (
-    COLUMN,
-    INK,
-    LEGEND_TITLE,
-    SMALL,
-    TEMPLATE,
-    TEXT,
-    Style,
-    style_of,
-)
+from workbench.records.protocols import HIGH, LOW, NOISE
+from workbench.report.figure_data import figure_data
+from workbench.report.theme import COLUMN, INK, LEGEND_TITLE, SMALL, TEMPLATE, TEXT, Style, style_of
 
 Axis = dict[str, Any]
 """Properties of a plotly axis; `title` is a text that ends with the unit in brackets."""
@@ -35,8 +27,6 @@ _LEGEND_TITLE, _LEGEND_ROW, _LEGEND_MARK = 20, 19, 45
 _TICKS_125 = [m * 10.0**e for e in range(-4, 7) for m in (1, 2, 5)]
 
 LOG = {"type": "log", "tickvals": _TICKS_125, "ticktext": [f"{v:g}" for v in _TICKS_125]}
-COLUMNS = ["series", "panel", "x_axis", "x", "x_low", "x_high", "y_axis", "y", "y_low", "y_high",
-           "case"]  # fmt: skip
 NOISY = "noisy"
 """Name of the rings around cases whose windows differ by more than the record allows."""
 
@@ -78,10 +68,18 @@ def grid(
         }
         if name:
             layout["annotations"].append(
-                {"text": name, "x": start + panel_w / inner_w / 2, "xref": "paper", "y": 1,
-                 "xanchor": "center", "yref": "paper", "yanchor": "bottom", "showarrow": False,
-                 "font": {"size": TEXT}}
-            )  # fmt: skip
+                {
+                    "text": name,
+                    "x": start + panel_w / inner_w / 2,
+                    "xref": "paper",
+                    "y": 1,
+                    "xanchor": "center",
+                    "yref": "paper",
+                    "yanchor": "bottom",
+                    "showarrow": False,
+                    "font": {"size": TEXT},
+                }
+            )
     for n, axis in enumerate(ys):
         end = 1 if own_y else 1 - n * (panel_height + _GAP) / inner_h
         layout[f"yaxis{n + 1 if n else ''}"] = _titled(axis) | {
@@ -111,43 +109,84 @@ def series(frame: pd.DataFrame) -> Iterator[tuple[str, Style, pd.DataFrame]]:
         yield str(name), style_of(first["system"], int(first["variant"])), rows
 
 
-def lines(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, column: int = 0, row: int = 0,
-          panel: str = "", mode: str = "lines+markers") -> None:  # fmt: skip
+def lines(
+    fig: go.Figure,
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    column: int = 0,
+    row: int = 0,
+    panel: str = "",
+    mode: str = "lines+markers",
+) -> None:
     """One line with markers, or with mode="markers" a cloud, per series."""
     for name, style, rows in series(frame[frame[y].notna()]):
         add(
             fig,
             go.Scatter(
-                x=rows[x], y=rows[y], name=name, mode=mode, meta=panel, customdata=rows["id"],
+                x=rows[x],
+                y=rows[y],
+                name=name,
+                mode=mode,
+                meta=panel,
+                customdata=rows["id"],
                 line={"color": style.colour, "dash": style.dash, "width": 1.5},
-                marker={"color": style.colour, "symbol": style.symbol, "size": 6,
-                        "line": {"width": 1.2, "color": style.colour}},
+                marker={
+                    "color": style.colour,
+                    "symbol": style.symbol,
+                    "size": 6,
+                    "line": {"width": 1.2, "color": style.colour},
+                },
                 hovertemplate="%{customdata}<br>x = %{x}<br>y = %{y:.4g}<extra></extra>",
-                **{f"error_{axis}": bar for axis, name in (("x", x), ("y", y))
-                   if (bar := spread(rows, name, style.colour))},
+                **{
+                    f"error_{axis}": bar
+                    for axis, name in (("x", x), ("y", y))
+                    if (bar := spread(rows, name, style.colour))
+                },
             ),
-            column, row,
-        )  # fmt: skip
+            column,
+            row,
+        )
     rings(fig, frame[frame[y].notna()], x, y, column, row, panel)
 
 
-def bars(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, column: int = 0, row: int = 0,
-         panel: str = "") -> None:  # fmt: skip
+def bars(
+    fig: go.Figure,
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    column: int = 0,
+    row: int = 0,
+    panel: str = "",
+) -> None:
     """Grouped bars, one per series in each category of `x`."""
     for name, style, rows in series(frame[frame[y].notna()]):
         add(
             fig,
             go.Bar(
-                x=rows[x], y=rows[y], name=name, meta=panel, customdata=rows["id"],
+                x=rows[x],
+                y=rows[y],
+                name=name,
+                meta=panel,
+                customdata=rows["id"],
                 offsetgroup=name,
-                marker={"color": style.colour, "line": {"color": INK, "width": 0.5},
-                        "pattern": {"shape": style.pattern, "size": 5, "fgcolor": "white",
-                                    "fillmode": "overlay", "solidity": 0.35}},
+                marker={
+                    "color": style.colour,
+                    "line": {"color": INK, "width": 0.5},
+                    "pattern": {
+                        "shape": style.pattern,
+                        "size": 5,
+                        "fgcolor": "white",
+                        "fillmode": "overlay",
+                        "solidity": 0.35,
+                    },
+                },
                 hovertemplate="%{customdata}<br>%{y:.4g}<extra></extra>",
                 **({"error_y": bar} if (bar := spread(rows, y, INK)) else {}),
             ),
-            column, row,
-        )  # fmt: skip
+            column,
+            row,
+        )
         rings(fig, rows, x, y, column, row, panel, name)
 
 
@@ -160,13 +199,27 @@ def spread(rows: pd.DataFrame, name: str, colour: str) -> dict[str, Any] | None:
         return None
     middle = rows[name].astype(float)
     cap = 2 if colour == INK else 4  # wider than a mark, within a bar
-    return {"type": "data", "symmetric": False, "thickness": 1, "width": cap, "color": colour,
-            "array": (high - middle).clip(lower=0),
-            "arrayminus": (middle - low).clip(lower=0)}  # fmt: skip
+    return {
+        "type": "data",
+        "symmetric": False,
+        "thickness": 1,
+        "width": cap,
+        "color": colour,
+        "array": (high - middle).clip(lower=0),
+        "arrayminus": (middle - low).clip(lower=0),
+    }
 
 
-def rings(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, column: int, row: int, panel: str,
-          bars_of: str = "") -> None:  # fmt: skip
+def rings(
+    fig: go.Figure,
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    column: int,
+    row: int,
+    panel: str,
+    bars_of: str = "",
+) -> None:
     """A ring around each noisy case, over a bar of the series `bars_of` where it is given."""
     noisy = frame[frame["noisy"].eq(True).fillna(False)] if "noisy" in frame else frame[:0]
     if noisy.empty:
@@ -209,8 +262,9 @@ def subtitle(fig: go.Figure, told: Sequence[str]) -> go.Figure:
     return fig
 
 
-def ticks_over_bars(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, name: str,
-                    row: int = 0, panel: str = "") -> None:  # fmt: skip
+def ticks_over_bars(
+    fig: go.Figure, frame: pd.DataFrame, x: str, y: str, name: str, row: int = 0, panel: str = ""
+) -> None:
     """A short black line over each of the grouped bars, all under one `name` in the legend."""
     slots = frame[x].nunique() * frame["series"].nunique() / 0.7
     bar = (fig.layout.width - fig.layout.margin.l - fig.layout.margin.r) / max(slots, 1)
@@ -218,25 +272,52 @@ def ticks_over_bars(fig: go.Figure, frame: pd.DataFrame, x: str, y: str, name: s
         add(
             fig,
             go.Scatter(
-                x=rows[x], y=rows[y], name=name, mode="markers", meta=f"{panel}, {group}",
-                customdata=rows["id"], offsetgroup=group,
-                marker={"symbol": "line-ew", "size": 0.6 * bar, "color": INK,
-                        "line": {"width": 2, "color": INK}},
+                x=rows[x],
+                y=rows[y],
+                name=name,
+                mode="markers",
+                meta=f"{panel}, {group}",
+                customdata=rows["id"],
+                offsetgroup=group,
+                marker={
+                    "symbol": "line-ew",
+                    "size": 0.6 * bar,
+                    "color": INK,
+                    "line": {"width": 2, "color": INK},
+                },
                 hovertemplate="%{customdata}<br>%{y:.4g}<extra></extra>",
             ),
-            0, row,
-        )  # fmt: skip
+            0,
+            row,
+        )
 
 
-def rule(fig: go.Figure, x: Sequence[float], y: Sequence[Any], name: str, dash: str = "solid",
-         column: int = 0, row: int = 0, panel: str = "", width: float = 1) -> None:  # fmt: skip
+def rule(
+    fig: go.Figure,
+    x: Sequence[float],
+    y: Sequence[Any],
+    name: str,
+    dash: str = "solid",
+    column: int = 0,
+    row: int = 0,
+    panel: str = "",
+    width: float = 1,
+) -> None:
     """A reference line through given points, black, with an entry in the legend."""
     add(
         fig,
-        go.Scatter(x=list(x), y=list(y), name=name, mode="lines", meta=panel,
-                   line={"color": INK, "dash": dash, "width": width}, hoverinfo="name"),
-        column, row,
-    )  # fmt: skip
+        go.Scatter(
+            x=list(x),
+            y=list(y),
+            name=name,
+            mode="lines",
+            meta=panel,
+            line={"color": INK, "dash": dash, "width": width},
+            hoverinfo="name",
+        ),
+        column,
+        row,
+    )
 
 
 def legend(fig: go.Figure, title: str = LEGEND_TITLE) -> go.Figure:
@@ -265,31 +346,14 @@ def empty(title: str, message: str) -> go.Figure:
         xaxis={"visible": False},
         yaxis={"visible": False},
         margin={"l": _RIGHT, "r": _RIGHT, "t": _TITLE, "b": _RIGHT},
-        annotations=[{"text": message, "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper",
-                      "yref": "paper"}],
-    )  # fmt: skip
-
-
-def figure_data(fig: go.Figure) -> pd.DataFrame:
-    """Exactly what a figure shows, one row per point, in the order drawn.
-
-    Columns: series, panel, title of the x axis, x and the ends of its error bar, the same for y, id
-    of the case. Cells are empty where a trace has no such value.
-    """
-    frames = []
-    for trace in fig.data:
-        axes = {a: fig.layout[getattr(trace, f"{a}axis").replace(a, f"{a}axis")] for a in "xy"}
-        points = {"series": trace.name, "panel": trace.meta or ""}
-        points |= {"x_axis": axes["x"].title.text, "y_axis": axes["y"].title.text}
-        frame = pd.DataFrame({"x": pd.Series(trace.x), "y": pd.Series(trace.y)}).assign(**points)
-        for axis, low, high in (("x", "x_low", "x_high"), ("y", "y_low", "y_high")):
-            bar = getattr(trace, f"error_{axis}", None)
-            if bar is not None and bar.array is not None:
-                frame[low] = frame[axis] - pd.Series(bar.arrayminus)
-                frame[high] = frame[axis] + pd.Series(bar.array)
-        if trace.customdata is not None:
-            frame["case"] = pd.Series(trace.customdata)
-        frames.append(frame.astype({"x": object, "y": object}))
-    if not frames:
-        return pd.DataFrame(columns=COLUMNS)
-    return pd.concat(frames, ignore_index=True).reindex(columns=COLUMNS)
+        annotations=[
+            {
+                "text": message,
+                "showarrow": False,
+                "x": 0.5,
+                "y": 0.5,
+                "xref": "paper",
+                "yref": "paper",
+            }
+        ],
+    )

@@ -20,7 +20,7 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from workbench.files import write_atomic
-from workbench.report.draw import figure_data
+from workbench.report.figure_data import figure_data
 
 Format = Literal["html", "svg", "pdf", "png"]
 STATIC: tuple[Format, ...] = ("svg", "pdf", "png")

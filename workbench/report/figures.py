@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from workbench.bench.stated import protocols
 from workbench.case import CATEGORIES
 from workbench.hardware import Hardware
+from workbench.records.protocols import protocols
 from workbench.report import figures_model, figures_packing, tables
 from workbench.report.draw import LOG, Axis, add, bars, empty, grid, legend, lines, rule, subtitle
 from workbench.report.theme import COLUMN, DOUBLE, INK, SMALL
@@ -32,24 +32,42 @@ def headline(table: pd.DataFrame) -> go.Figure:
         return empty(title, "no pair of dist_moe and mok in this selection")
     names = [f"{name} ({n})" for name, n in groups[["group", "pairs"]].itertuples(index=False)]
     span = [min(groups["lowest"].min(), 1) - 0.04, max(groups["highest"].max(), 1) + 0.04]
-    y: Axis = {"title": "group (number of pairs) [-]", "categoryarray": names[::-1],
-               "range": [-0.6, len(names) - 0.4]}  # fmt: skip
-    fig = grid(title, [("", {"title": RATIO, "range": span})], [y],
-               panel_height=26 * len(names), left=int(26 + 4.8 * max(map(len, names))))  # fmt: skip
+    y: Axis = {
+        "title": "group (number of pairs) [-]",
+        "categoryarray": names[::-1],
+        "range": [-0.6, len(names) - 0.4],
+    }
+    fig = grid(
+        title,
+        [("", {"title": RATIO, "range": span})],
+        [y],
+        panel_height=26 * len(names),
+        left=int(26 + 4.8 * max(map(len, names))),
+    )
     rule(fig, [1, 1], [names[-1], names[0]], "equal time", dash="dash")
     add(
         fig,
         go.Scatter(
-            x=groups["geometricMean"], y=names, name="geometric mean and range",
+            x=groups["geometricMean"],
+            y=names,
+            name="geometric mean and range",
             mode="markers+text",
-            text=[f"{v:.3f}" for v in groups["geometricMean"]], textposition="top center",
-            textfont={"size": SMALL}, marker={"color": "#0072B2", "size": 7},
-            error_x={"type": "data", "symmetric": False, "thickness": 1.2, "width": 3,
-                     "color": INK, "array": groups["highest"] - groups["geometricMean"],
-                     "arrayminus": groups["geometricMean"] - groups["lowest"]},
+            text=[f"{v:.3f}" for v in groups["geometricMean"]],
+            textposition="top center",
+            textfont={"size": SMALL},
+            marker={"color": "#0072B2", "size": 7},
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "thickness": 1.2,
+                "width": 3,
+                "color": INK,
+                "array": groups["highest"] - groups["geometricMean"],
+                "arrayminus": groups["geometricMean"] - groups["lowest"],
+            },
             hovertemplate="%{y}<br>%{x:.4f}<extra></extra>",
         ),
-    )  # fmt: skip
+    )
     return legend(fig, "mok over the fastest dist_moe pipeline")
 
 
@@ -63,21 +81,31 @@ def pairs(table: pd.DataFrame) -> go.Figure:
     low, high = tables.extent(found, "ratio")
     span = [min(low, 1) - 0.03, high + 0.03]
     found["category"] = pd.Categorical(found["category"], CATEGORIES)
-    order = found.sort_values(["mode", "ep", "precision", "category", "F", "imbalance", "profile"],
-                              kind="stable")  # fmt: skip
-    labels = {mode: list(order.loc[order["mode"] == mode, "workload"].drop_duplicates())
-              for mode in modes}  # fmt: skip
+    order = found.sort_values(
+        ["mode", "ep", "precision", "category", "F", "imbalance", "profile"], kind="stable"
+    )
+    labels = {
+        mode: list(order.loc[order["mode"] == mode, "workload"].drop_duplicates()) for mode in modes
+    }
     most = max(map(len, labels.values()))
     longest = max(len(name) for names in labels.values() for name in names)
     fig = grid(
         title,
         [(mode, {"title": RATIO, "range": span}) for mode in modes],
-        [{"title": "workload [-]", "categoryarray": labels[mode][::-1],
-          "range": [-0.7, len(labels[mode]) - 0.3], "tickfont": {"size": SMALL}}
-         for mode in modes],
-        width=DOUBLE if len(modes) > 1 else COLUMN, panel_height=15 * most + 10,
-        left=int(28 + 4.8 * longest), own_y=True,
-    )  # fmt: skip
+        [
+            {
+                "title": "workload [-]",
+                "categoryarray": labels[mode][::-1],
+                "range": [-0.7, len(labels[mode]) - 0.3],
+                "tickfont": {"size": SMALL},
+            }
+            for mode in modes
+        ],
+        width=DOUBLE if len(modes) > 1 else COLUMN,
+        panel_height=15 * most + 10,
+        left=int(28 + 4.8 * longest),
+        own_y=True,
+    )
     for n, mode in enumerate(modes):
         ends = [labels[mode][-1], labels[mode][0]]
         rule(fig, [1, 1], ends, "equal time", "dash", n, n, mode)
@@ -92,9 +120,13 @@ def balanced(table: pd.DataFrame) -> go.Figure:
     if found.empty:
         return empty(title, "no balanced one-layer case in this selection")
     found["group"] = ep_and_mode(found)
-    fig = grid(title, [("", grouped(found, "EP (mode) [ranks]"))],
-               [{"title": TIME}, {"title": "useful rate [TFLOP/s]"}], panel_height=140,
-               bottom=58)  # fmt: skip
+    fig = grid(
+        title,
+        [("", grouped(found, "EP (mode) [ranks]"))],
+        [{"title": TIME}, {"title": "useful rate [TFLOP/s]"}],
+        panel_height=140,
+        bottom=58,
+    )
     bars(fig, found, "group", "iterationMS")
     bars(fig, found, "group", "usefulTFPerGPU", row=1)
     return legend(fig)
@@ -124,8 +156,10 @@ def slowdown(table: pd.DataFrame) -> go.Figure:
 
 def width(table: pd.DataFrame) -> go.Figure:
     """Time and useful rate over the width of an expert."""
-    rows: dict[str, Axis] = {"iterationMS": {"title": TIME, **LOG},
-                             "usefulTFPerGPU": {"title": USEFUL}}  # fmt: skip
+    rows: dict[str, Axis] = {
+        "iterationMS": {"title": TIME, **LOG},
+        "usefulTFPerGPU": {"title": USEFUL},
+    }
     return _over(tables.width(table), "F", WIDTH, rows, "Width of an expert: time and useful rate")
 
 
@@ -148,22 +182,31 @@ def memory(table: pd.DataFrame) -> go.Figure:
     by_ep, by_width = tables.balanced(table), tables.width(table)
     parts = [
         ("balanced load", "group", by_ep.assign(group=ep_and_mode(by_ep)), "EP (mode) [ranks]"),
-        ("expert width", "group", by_width.assign(group=width_and_mode(by_width)),
-         "F (mode, EP) [1]"),
-    ]  # fmt: skip
+        (
+            "expert width",
+            "group",
+            by_width.assign(group=width_and_mode(by_width)),
+            "F (mode, EP) [1]",
+        ),
+    ]
     parts = [part for part in parts if part[2]["peakAllocatedGiB"].notna().any()]
     if not parts:
         return empty(title, "no one-layer case with a memory figure in this selection")
-    fig = grid(title, [(name, grouped(frame, x)) for name, _, frame, x in parts],
-               [{"title": "peak allocated [GiB]"}], width=DOUBLE if len(parts) > 1 else COLUMN,
-               bottom=70)  # fmt: skip
+    fig = grid(
+        title,
+        [(name, grouped(frame, x)) for name, _, frame, x in parts],
+        [{"title": "peak allocated [GiB]"}],
+        width=DOUBLE if len(parts) > 1 else COLUMN,
+        bottom=70,
+    )
     for n, (name, x, frame, _) in enumerate(parts):
         bars(fig, frame, x, "peakAllocatedGiB", n, 0, name)
     return legend(fig)
 
 
-def _over(found: pd.DataFrame, x: str, x_title: str, rows: dict[str, Axis], title: str,
-          close: bool = True) -> go.Figure:  # fmt: skip
+def _over(
+    found: pd.DataFrame, x: str, x_title: str, rows: dict[str, Axis], title: str, close: bool = True
+) -> go.Figure:
     """A column of panels for each mode and EP, a row for each of `rows`, a line per series."""
     found = found[found[list(rows)].notna().any(axis=1)]
     if found.empty:
@@ -171,11 +214,19 @@ def _over(found: pd.DataFrame, x: str, x_title: str, rows: dict[str, Axis], titl
     parts = workloads(found)
     ticks = sorted(found[x].unique())
     margin = 0.08 * (ticks[-1] - ticks[0]) or 0.5
-    axis: Axis = {"title": x_title, "tickvals": ticks if len(ticks) <= 4 else None,
-                  "range": [ticks[0] - margin, ticks[-1] + margin], "tickformat": "~g"}  # fmt: skip
-    fig = grid(title, [(name, axis) for name, _ in parts], list(rows.values()),
-               width=DOUBLE if len(parts) > 1 else COLUMN,
-               panel_height=190 if len(rows) == 1 else 160)  # fmt: skip
+    axis: Axis = {
+        "title": x_title,
+        "tickvals": ticks if len(ticks) <= 4 else None,
+        "range": [ticks[0] - margin, ticks[-1] + margin],
+        "tickformat": "~g",
+    }
+    fig = grid(
+        title,
+        [(name, axis) for name, _ in parts],
+        list(rows.values()),
+        width=DOUBLE if len(parts) > 1 else COLUMN,
+        panel_height=190 if len(rows) == 1 else 160,
+    )
     for n, (name, part) in enumerate(parts):
         for row, y in enumerate(rows):
             lines(fig, part, x, y, n, row, name)
@@ -254,9 +305,7 @@ FIGURES: dict[str, FigureSpec] = {
         "below the black line part of the balanced time does not grow with the load.",
     ),
     "width": FigureSpec(
-        title="Expert width",
-        function=width,
-        caption="Balanced load, experts of different width F.",
+        title="Expert width", function=width, caption="Balanced load, experts of different width F."
     ),
     "packing_load": FigureSpec(
         title="Packing: load",

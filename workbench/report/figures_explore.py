@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.bench.stated import HIGH, LOW
+from workbench.records.protocols import HIGH, LOW
 from workbench.report.draw import LOG
 from workbench.report.theme import DOUBLE, INK, SMALL, TEMPLATE, TEXT, Style
 
@@ -123,23 +123,41 @@ def _layout(title: str, panels: tuple[Panel, ...], names: tuple[str, ...], barmo
         if panel.zero and not panel.log_y:
             axes["y"]["rangemode"] = "tozero"
         if panel.category:
-            axes["x"] |= {"type": "category", "categoryorder": "array",
-                          "categoryarray": list(panel.category), "tickangle": 0}  # fmt: skip
+            axes["x"] |= {
+                "type": "category",
+                "categoryorder": "array",
+                "categoryarray": list(panel.category),
+                "tickangle": 0,
+            }
         for name, other in (("x", "y"), ("y", "x")):
             axes[name] |= {"domain": domain[name], "anchor": _axis_id(other, n)}
             layout[f"{name}axis{n + 1 if n else ''}"] = axes[name]
         layout["annotations"].append(
-            {"text": panel.title, "x": left + panel_w / inner_w / 2, "xref": "paper", "y": top,
-             "yref": "paper", "xanchor": "center", "yanchor": "bottom", "showarrow": False,
-             "font": {"size": TEXT}}
-        )  # fmt: skip
+            {
+                "text": panel.title,
+                "x": left + panel_w / inner_w / 2,
+                "xref": "paper",
+                "y": top,
+                "yref": "paper",
+                "xanchor": "center",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "font": {"size": TEXT},
+            }
+        )
     return layout
 
 
 def line(panel: Panel, name: str, x: Any, y: Any, style: Style, width: float = 1.5) -> Trace:
     """A curve of one series; it ends where `y` is NaN."""
-    return _scatter(panel, name, x, np.asarray(y, np.float64), mode="lines",
-                    line={"color": style.colour, "dash": style.dash, "width": width})  # fmt: skip
+    return _scatter(
+        panel,
+        name,
+        x,
+        np.asarray(y, np.float64),
+        mode="lines",
+        line={"color": style.colour, "dash": style.dash, "width": width},
+    )
 
 
 def band(panel: Panel, name: str, x: Any, low: Any, high: Any, colour: str) -> Trace:
@@ -148,14 +166,29 @@ def band(panel: Panel, name: str, x: Any, low: Any, high: Any, colour: str) -> T
     known = np.isfinite(low) & np.isfinite(high)
     x, low, high = x[known], low[known], high[known]
     return _scatter(
-        panel, name, np.concatenate([x, x[::-1]]), np.concatenate([low, high[::-1]]), mode="lines",
-        fill="toself", fillcolor=translucent(colour, 0.18), hoverinfo="skip",
+        panel,
+        name,
+        np.concatenate([x, x[::-1]]),
+        np.concatenate([low, high[::-1]]),
+        mode="lines",
+        fill="toself",
+        fillcolor=translucent(colour, 0.18),
+        hoverinfo="skip",
         line={"width": 0, "color": colour},
-    )  # fmt: skip
+    )
 
 
-def points(panel: Panel, name: str, x: Any, y: Any, colour: str, origin: str = "",
-           ids: Sequence[str] = (), symbol: str = "circle", size: int = 8) -> Trace:  # fmt: skip
+def points(
+    panel: Panel,
+    name: str,
+    x: Any,
+    y: Any,
+    colour: str,
+    origin: str = "",
+    ids: Sequence[str] = (),
+    symbol: str = "circle",
+    size: int = 8,
+) -> Trace:
     """Markers, where `y` is known; those of an `origin` have its symbol and a dark edge."""
     known = [n for n, value in enumerate(y) if value is not None and value == value]
     if len(known) < len(y):
@@ -164,10 +197,15 @@ def points(panel: Panel, name: str, x: Any, y: Any, colour: str, origin: str = "
     edge = {"width": 1, "color": INK if origin else colour}
     hover = "%{customdata}<br>" if len(ids) else ""
     return _scatter(
-        panel, name, x, y, mode="markers", customdata=list(ids) or None,
+        panel,
+        name,
+        x,
+        y,
+        mode="markers",
+        customdata=list(ids) or None,
         marker={"color": colour, "symbol": symbol, "size": size, "line": edge},
         hovertemplate=f"{name}<br>{hover}x = %{{x}}<br>y = %{{y:.4g}}<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def with_spread(
@@ -182,10 +220,17 @@ def with_spread(
     value = np.asarray([row[field] for row in rows], np.float64)
     if field != "iterationMS":
         low, high = middle**2 / high, middle**2 / low
-    return trace | {f"error_{axis}": {
-        "type": "data", "symmetric": False, "array": value * (high / middle - 1),
-        "arrayminus": value * (1 - low / middle), "thickness": 1, "width": 4, "color": INK,
-    }}  # fmt: skip
+    return trace | {
+        f"error_{axis}": {
+            "type": "data",
+            "symmetric": False,
+            "array": value * (high / middle - 1),
+            "arrayminus": value * (1 - low / middle),
+            "thickness": 1,
+            "width": 4,
+            "color": INK,
+        }
+    }
 
 
 def spread_columns(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,33 +240,73 @@ def spread_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("iterationMS_p20", "iterationMS_p80", "noisy")}
 
 
-def bar(panel: Panel, name: str, x: Any, y: Any, colours: str | Sequence[str], pattern: str = "",
-        low: Any = None, high: Any = None, text: Sequence[str] = ()) -> Trace:  # fmt: skip
+def bar(
+    panel: Panel,
+    name: str,
+    x: Any,
+    y: Any,
+    colours: str | Sequence[str],
+    pattern: str = "",
+    low: Any = None,
+    high: Any = None,
+    text: Sequence[str] = (),
+) -> Trace:
     """Bars, with the interval from `low` to `high` on top where it is given; none where `y` is
     NaN."""
     if any(value != value for value in y):
         y = np.asarray(y, np.float64)  # in a list the browser would get NaN as a text
     trace = {
-        "type": "bar", "meta": panel.title, "name": name, "x": x, "y": y,
-        "marker": {"color": colours, "line": {"color": INK, "width": 0.5},
-                   "pattern": {"shape": pattern, "size": 5, "fgcolor": "white",
-                               "fillmode": "overlay", "solidity": 0.35}},
+        "type": "bar",
+        "meta": panel.title,
+        "name": name,
+        "x": x,
+        "y": y,
+        "marker": {
+            "color": colours,
+            "line": {"color": INK, "width": 0.5},
+            "pattern": {
+                "shape": pattern,
+                "size": 5,
+                "fgcolor": "white",
+                "fillmode": "overlay",
+                "solidity": 0.35,
+            },
+        },
         "hovertemplate": f"{name}<br>%{{x}}<br>%{{y:.4g}}<extra></extra>",
-    }  # fmt: skip
+    }
     if text:
-        trace |= {"text": list(text), "textposition": "inside", "insidetextanchor": "start",
-                  "textangle": 0, "textfont": {"size": SMALL},
-                  "constraintext": "none"}  # fmt: skip
+        trace |= {
+            "text": list(text),
+            "textposition": "inside",
+            "insidetextanchor": "start",
+            "textangle": 0,
+            "textfont": {"size": SMALL},
+            "constraintext": "none",
+        }
     if low is not None:
         y, low, high = (np.asarray(values, np.float64) for values in (y, low, high))
-        trace["error_y"] = {"type": "data", "symmetric": False, "array": high - y,
-                            "arrayminus": y - low, "thickness": 1.2, "width": 3,
-                            "color": INK}  # fmt: skip
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": high - y,
+            "arrayminus": y - low,
+            "thickness": 1.2,
+            "width": 3,
+            "color": INK,
+        }
     return trace
 
 
-def rule(panel: Panel, name: str, x: Any, y: Any, dash: str = "dash", colour: str = INK,
-         width: float = 1.2, shape: str = "linear") -> Trace:  # fmt: skip
+def rule(
+    panel: Panel,
+    name: str,
+    x: Any,
+    y: Any,
+    dash: str = "dash",
+    colour: str = INK,
+    width: float = 1.2,
+    shape: str = "linear",
+) -> Trace:
     """A reference line through given points; `shape` "hvh" makes steps centred on them."""
     look = {"color": colour, "dash": dash, "width": width, "shape": shape}
     return _scatter(panel, name, x, y, mode="lines", hoverinfo="name+y", line=look)
@@ -239,13 +324,32 @@ def translucent(colour: str, opacity: float) -> str:
 
 def refused(panel: Panel, x: Sequence[str], words: Sequence[str]) -> Trace:
     """Words that stand where bars would, at the foot of a panel: why there is none."""
-    return _scatter(panel, "does not run", list(x), [0.0] * len(x), mode="text", text=list(words),
-                    textposition="top center", showlegend=False, hoverinfo="skip",
-                    textfont={"size": SMALL, "color": "#D55E00"}, cliponaxis=False)  # fmt: skip
+    return _scatter(
+        panel,
+        "does not run",
+        list(x),
+        [0.0] * len(x),
+        mode="text",
+        text=list(words),
+        textposition="top center",
+        showlegend=False,
+        hoverinfo="skip",
+        textfont={"size": SMALL, "color": "#D55E00"},
+        cliponaxis=False,
+    )
 
 
 def said_in(panel: Panel, message: str, x: float = 0.5, y: float = 0.5) -> Trace:
     """A text in the middle of a panel that has nothing to show; "" shows nothing."""
     shown = 1 if message else 0
-    return _scatter(panel, "note", [x] * shown, [y] * shown, mode="text", text=[message],
-                    showlegend=False, hoverinfo="skip", textfont={"size": TEXT})  # fmt: skip
+    return _scatter(
+        panel,
+        "note",
+        [x] * shown,
+        [y] * shown,
+        mode="text",
+        text=[message],
+        showlegend=False,
+        hoverinfo="skip",
+        textfont={"size": TEXT},
+    )

@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from workbench.bench.stated import HIGH, LOW
 from workbench.hardware import Hardware
 from workbench.model.roofline import attainable_tflops
+from workbench.records.protocols import HIGH, LOW
 from workbench.report import tables
 from workbench.report.draw import LOG, Axis, empty, grid, legend, lines, rule
 from workbench.report.theme import DOUBLE
@@ -25,11 +25,20 @@ def roofline(table: pd.DataFrame, hardware: Hardware | None) -> go.Figure:
     bottom, top = tables.extent(found, "TFLOPs")[0] / 1.6, max(peaks.values()) * 1.4
     fig = grid(
         f"{title} of {hardware.title}, cases on {_devices(found)}",
-        [("", {"title": "useful FLOP per modelled HBM byte [FLOP/B]", **LOG,
-               "range": np.log10([low, high])})],
+        [
+            (
+                "",
+                {
+                    "title": "useful FLOP per modelled HBM byte [FLOP/B]",
+                    **LOG,
+                    "range": np.log10([low, high]),
+                },
+            )
+        ],
         [{"title": "useful rate [TFLOP/s per GPU]", **LOG, "range": np.log10([bottom, top])}],
-        width=DOUBLE, panel_height=300,
-    )  # fmt: skip
+        width=DOUBLE,
+        panel_height=300,
+    )
     for precision, peak in peaks.items():
         name, dash = _ROOFS[precision]
         x = np.unique([low, *np.clip([peak / hardware.hbm_tb_s], low, high), high])
@@ -59,8 +68,9 @@ def floors(table: pd.DataFrame, hardware: Hardware | None) -> go.Figure:
         f"Floor on {hardware.title} against time on {_devices(found)}",
         [(f"{name} binds ({len(part)} cases)", axis) for name, part in parts],
         [{"title": "floor / time [%]", "range": [0, max(100, highest * 1.05)]}],
-        width=DOUBLE, panel_height=220,
-    )  # fmt: skip
+        width=DOUBLE,
+        panel_height=220,
+    )
     for n, (name, part) in enumerate(parts):
         lines(fig, part, "iterationMS", "percent", n, 0, f"{name} binds", mode="markers")
     return legend(fig)

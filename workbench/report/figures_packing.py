@@ -22,9 +22,13 @@ def load(table: pd.DataFrame) -> go.Figure:
     parts = list(layers.groupby("workload", sort=False))
     most = int(layers["layer"].max())
     axis: Axis = {"title": "layer [index]", "range": [0.3, most + 0.7], "dtick": 3, "tick0": 1}
-    fig = grid(title, [(str(name), axis) for name, _ in parts],
-               [{"title": "rows of rank 0 [1]", "rangemode": "tozero"}],
-               width=DOUBLE if len(parts) > 1 else COLUMN, panel_height=210)  # fmt: skip
+    fig = grid(
+        title,
+        [(str(name), axis) for name, _ in parts],
+        [{"title": "rows of rank 0 [1]", "rangemode": "tozero"}],
+        width=DOUBLE if len(parts) > 1 else COLUMN,
+        panel_height=210,
+    )
     for n, (panel, part) in enumerate(parts):
         for name, column, colour, pattern in (
             ("scheduled and kept (mok)", "kept", "#56B4E9", ""),
@@ -32,14 +36,39 @@ def load(table: pd.DataFrame) -> go.Figure:
         ):
             if part["scheduledRows"].isna().all():
                 continue
-            add(fig, go.Bar(x=part["layer"], y=part[column], name=name, meta=panel,
-                            marker={"color": colour, "line": {"color": INK, "width": 0.5},
-                                    "pattern": {"shape": pattern, "fgcolor": "white", "size": 5,
-                                                "fillmode": "overlay", "solidity": 0.35}}),
-                n)  # fmt: skip
-        add(fig, go.Scatter(x=part["layer"], y=part["rows"], name="routed to rank 0", meta=panel,
-                            mode="markers", marker={"symbol": "circle-open", "color": INK,
-                                                    "size": 5}), n)  # fmt: skip
+            add(
+                fig,
+                go.Bar(
+                    x=part["layer"],
+                    y=part[column],
+                    name=name,
+                    meta=panel,
+                    marker={
+                        "color": colour,
+                        "line": {"color": INK, "width": 0.5},
+                        "pattern": {
+                            "shape": pattern,
+                            "fgcolor": "white",
+                            "size": 5,
+                            "fillmode": "overlay",
+                            "solidity": 0.35,
+                        },
+                    },
+                ),
+                n,
+            )
+        add(
+            fig,
+            go.Scatter(
+                x=part["layer"],
+                y=part["rows"],
+                name="routed to rank 0",
+                meta=panel,
+                mode="markers",
+                marker={"symbol": "circle-open", "color": INK, "size": 5},
+            ),
+            n,
+        )
         for name, column, dash in (
             ("retained per layer (mok)", "retainedRows", "dash"),
             ("scratch takes (dist_moe)", "scratchRows", "dot"),
@@ -60,8 +89,13 @@ def slot(table: pd.DataFrame) -> go.Figure:
         return empty(title, "no packing cases of dist_moe in this selection")
     names = ["slotBytes", "maxSavedRankBytes", "scratchBytes", "scratchUsedBytes"]
     found = found.assign(**{name: found[name] / tables.GIB for name in names})
-    fig = grid(title, [("", _x(found))], [{"title": "slot [GiB]"}, {"title": "scratch [GiB]"}],
-               panel_height=130, bottom=58)  # fmt: skip
+    fig = grid(
+        title,
+        [("", _x(found))],
+        [{"title": "slot [GiB]"}, {"title": "scratch [GiB]"}],
+        panel_height=130,
+        bottom=58,
+    )
     for row, (used, reserved, panel) in enumerate(
         [
             ("maxSavedRankBytes", "slotBytes", "slot"),
@@ -80,9 +114,13 @@ def time(table: pd.DataFrame) -> go.Figure:
     found = _grouped(tables.packing(table))
     if found.empty:
         return empty(title, _NONE)
-    fig = grid(title, [("", _x(found))], [{"title": "iteration time [ms]"},
-                                          {"title": "useful rate [TFLOP/s]"}],
-               panel_height=130, bottom=58)  # fmt: skip
+    fig = grid(
+        title,
+        [("", _x(found))],
+        [{"title": "iteration time [ms]"}, {"title": "useful rate [TFLOP/s]"}],
+        panel_height=130,
+        bottom=58,
+    )
     bars(fig, found, "group", "iterationMS")
     bars(fig, found, "group", "usefulTFPerGPU", row=1)
     return legend(fig)

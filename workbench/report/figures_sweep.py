@@ -28,24 +28,35 @@ def side_by_side(table: pd.DataFrame) -> go.Figure:
         return empty(title, "no case was measured")
     found["workload"] = [
         f"{tables.workload_label(row, with_F=True)} slot {row['slotFactor']:g}"
-        if row["category"] == "packing" else tables.workload_label(row, with_F=True)
+        if row["category"] == "packing"
+        else tables.workload_label(row, with_F=True)
         for row in found.to_dict("records")
-    ]  # fmt: skip
+    ]
     modes = list(found["mode"].drop_duplicates())
     most = found.groupby("mode")["workload"].nunique().max()
     low, high = tables.extent(found, "iterationMS")
     span = np.log10([low / 1.6, high * 1.6])
-    labels = {mode: list(dict.fromkeys(found.loc[found["mode"] == mode, "workload"]))
-              for mode in modes}  # fmt: skip
+    labels = {
+        mode: list(dict.fromkeys(found.loc[found["mode"] == mode, "workload"])) for mode in modes
+    }
     longest = max(len(name) for names in labels.values() for name in names)
     fig = grid(
         title,
         [(mode, {"title": TIME, **LOG, "range": span}) for mode in modes],
-        [{"title": "workload [-]", "categoryarray": labels[mode][::-1],
-          "range": [-0.7, len(labels[mode]) - 0.3], "tickfont": {"size": SMALL}}
-         for mode in modes],
-        width=DOUBLE, panel_height=18 * most + 20, left=int(28 + 4.8 * longest), own_y=True,
-    )  # fmt: skip
+        [
+            {
+                "title": "workload [-]",
+                "categoryarray": labels[mode][::-1],
+                "range": [-0.7, len(labels[mode]) - 0.3],
+                "tickfont": {"size": SMALL},
+            }
+            for mode in modes
+        ],
+        width=DOUBLE,
+        panel_height=18 * most + 20,
+        left=int(28 + 4.8 * longest),
+        own_y=True,
+    )
     for n, mode in enumerate(modes):
         part = found[found["mode"] == mode]
         lines(fig, part, "iterationMS", "workload", n, n, mode, mode="markers")
@@ -69,8 +80,9 @@ def slowdown(table: pd.DataFrame) -> go.Figure:
         title,
         [(mode, {"title": LOAD, "range": [0, found["imbalance"].max() * 1.05]}) for mode in modes],
         [{"title": SLOWDOWN, "range": [0, tables.extent(found, "slowdown")[1] * 1.08]}],
-        width=DOUBLE, panel_height=240,
-    )  # fmt: skip
+        width=DOUBLE,
+        panel_height=240,
+    )
     for n, mode in enumerate(modes):
         lines(fig, found[found["mode"] == mode], "imbalance", "slowdown", n, 0, mode)
     return legend(fig, "system, origin, device and EP")

@@ -25,8 +25,9 @@ def predicted(validation: Validation) -> go.Figure:
         "Predicted against measured, workload held out",
         [("", {"title": TIME, **LOG, "range": np.log10(span)})],
         [{"title": "predicted iteration time [ms]", **LOG, "range": np.log10(span)}],
-        width=DOUBLE, panel_height=340,
-    )  # fmt: skip
+        width=DOUBLE,
+        panel_height=340,
+    )
     rule(fig, span, span, "equal", "solid", width=1)
     for factor, name in ((1.05, "5 % more"), (1 / 1.05, "5 % less")):
         rule(fig, span, [s * factor for s in span], name, "dot", width=1)
@@ -45,8 +46,9 @@ def residuals(validation: Validation) -> go.Figure:
         "Error of the prediction, workload held out",
         [(name, {"title": TIME, **LOG, "range": span}) for name in panels],
         [{"title": ERROR, "range": [-largest, largest]}],
-        width=DOUBLE, panel_height=230,
-    )  # fmt: skip
+        width=DOUBLE,
+        panel_height=230,
+    )
     ends = [float(10**v) for v in span]
     for n, name in enumerate(panels):
         rule(fig, ends, [0, 0], "no error", "solid", n, 0, name, width=1)
@@ -63,26 +65,42 @@ def protocols(validation: Validation) -> go.Figure:
     y = {"title": "protocol [-]", "categoryarray": names[::-1], "range": [-0.6, len(names) - 0.4]}
     fig = grid(
         "Errors on held-out cases, against gates and goals",
-        [(f"{kind} absolute error", {"title": "error [%]", **_from_zero(rows, kind, gate)})
-         for kind, gate, _ in panels],
-        [y], width=DOUBLE, panel_height=24 * len(names), left=210,
-    )  # fmt: skip
-    marks = (("error", "circle", "#0072B2"), ("gate", "line-ns-open", "#D55E00"),
-             ("goal", "line-ns-open", "#009E73"))  # fmt: skip
+        [
+            (f"{kind} absolute error", {"title": "error [%]", **_from_zero(rows, kind, gate)})
+            for kind, gate, _ in panels
+        ],
+        [y],
+        width=DOUBLE,
+        panel_height=24 * len(names),
+        left=210,
+    )
+    marks = (
+        ("error", "circle", "#0072B2"),
+        ("gate", "line-ns-open", "#D55E00"),
+        ("goal", "line-ns-open", "#009E73"),
+    )
     for n, columns in enumerate(panels):
         for column, (label, symbol, colour) in zip(columns, marks, strict=True):
             known = rows[rows[column].notna()]
             add(
                 fig,
                 go.Scatter(
-                    x=100 * known[column].astype(float), y=known["protocol"], name=label,
-                    mode="markers", meta=columns[0],
-                    marker={"symbol": symbol, "color": colour, "size": 8,
-                            "line": {"width": 2, "color": colour}},
+                    x=100 * known[column].astype(float),
+                    y=known["protocol"],
+                    name=label,
+                    mode="markers",
+                    meta=columns[0],
+                    marker={
+                        "symbol": symbol,
+                        "color": colour,
+                        "size": 8,
+                        "line": {"width": 2, "color": colour},
+                    },
                     hovertemplate="%{y}<br>%{x:.2f} %<extra></extra>",
                 ),
-                n, 0,
-            )  # fmt: skip
+                n,
+                0,
+            )
     return legend(fig, "absolute error of predicted over measured")
 
 
@@ -94,10 +112,17 @@ def groups(validation: Validation) -> go.Figure:
     fig = grid(
         "Mean held-out error by system",
         [("", {"title": "mean absolute error [%]", **_from_zero(rows, "mean", "mean")})],
-        [{"title": "protocol [-]", "categoryarray": names[::-1],
-          "range": [-0.6, len(names) - 0.4]}],
-        width=DOUBLE, panel_height=26 * len(names), left=210,
-    )  # fmt: skip
+        [
+            {
+                "title": "protocol [-]",
+                "categoryarray": names[::-1],
+                "range": [-0.6, len(names) - 0.4],
+            }
+        ],
+        width=DOUBLE,
+        panel_height=26 * len(names),
+        left=210,
+    )
     shown = rows.assign(percent=100 * rows["mean"], id=rows["group"])
     parts = shown["group"].str.split(" ", expand=True)
     systems = list(zip(parts[0], parts[2], parts[1], strict=True))
@@ -118,8 +143,9 @@ def memory(validation: Validation) -> go.Figure:
         "Peak memory, workload held out",
         [("", {"title": "measured peak memory [GiB]", "range": span})],
         [{"title": "predicted peak memory [GiB]", "range": span}],
-        width=DOUBLE, panel_height=280,
-    )  # fmt: skip
+        width=DOUBLE,
+        panel_height=280,
+    )
     rule(fig, span, span, "equal", "solid", width=1)
     lines(fig, found, "peakAllocatedGiB", "predictedGiB", panel="all cases", mode="markers")
     return legend(fig)

@@ -14,13 +14,13 @@ import nbformat
 import pandas as pd
 from plotly.offline import get_plotlyjs
 
-from workbench.bench.record import load_table
-from workbench.bench.stated import HIGH, LOW, STEPS, measured_how
 from workbench.files import write_atomic
+from workbench.records.protocols import HIGH, LOW, STEPS, measured_how
+from workbench.records.results import load_table
 from workbench.report import tables
 from workbench.report.export import Exported, figure_html
 from workbench.report.figures import FIGURES
-from workbench.report.report import Report
+from workbench.report.study_report import Report
 
 _NOTEBOOK = "<!-- notebook -->"
 
@@ -105,14 +105,18 @@ def add_measured(index: Path, folder: Path) -> None:
     shown = table[["id", "noisy", *times, "usefulTFPerGPU", "meanTXGBps"]]
     rows = shown.to_html(index=False, border=0, float_format="{:.4g}".format)
     failed = table[table["status"] == "failed"]
-    files = [path for name in ("side_by_side", "slowdown")
-             for path in sorted((folder / "figures").glob(f"{name}.*"))]  # fmt: skip
+    files = [
+        path
+        for name in ("side_by_side", "slowdown")
+        for path in sorted((folder / "figures").glob(f"{name}.*"))
+    ]
     links = ", ".join(f'<a href="{base}/figures/{f.name}">{f.name}</a>' for f in files)
     drawn = "".join(
         f'<img alt="{path.stem}" src="data:image/svg+xml;base64,'
         f'{base64.b64encode(path.read_bytes()).decode()}">'
-        for path in files if path.suffix == ".svg"
-    )  # fmt: skip
+        for path in files
+        if path.suffix == ".svg"
+    )
     section = (
         f"<h2>Measured on this machine</h2><p>{len(table)} cases of the local matrix at small "
         f"shapes on real ranks, on {html.escape(', '.join(table['device'].unique()))}; "

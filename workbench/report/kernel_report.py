@@ -13,9 +13,23 @@ from workbench.kernels.ops import Sizes
 from workbench.report.draw import LOG, add, grid, legend
 from workbench.report.theme import DOUBLE
 
-SHOWN = ["op", "target", "instruction", "tma", "warp_specialised", "registers", "spill_bytes",
-         "shared_bytes", "stages", "resident", "flop_per_tile", "bytes_per_tile", "bound_by",
-         "predicted_us", "run"]  # fmt: skip
+SHOWN = [
+    "op",
+    "target",
+    "instruction",
+    "tma",
+    "warp_specialised",
+    "registers",
+    "spill_bytes",
+    "shared_bytes",
+    "stages",
+    "resident",
+    "flop_per_tile",
+    "bytes_per_tile",
+    "bound_by",
+    "predicted_us",
+    "run",
+]
 """Columns for a person; the whole table has all of KernelRow."""
 
 
@@ -44,8 +58,9 @@ def floors_figure(table: pd.DataFrame) -> go.Figure:
         "Floors of the kernels at the devices' peaks, not measured",
         [("", {"title": "kernel", "type": "category"})],
         [{"title": "floor [us]", **LOG}],
-        width=DOUBLE, panel_height=300,
-    )  # fmt: skip
+        width=DOUBLE,
+        panel_height=300,
+    )
     for target, rows in long.groupby("target", sort=False):
         name = f"{rows['device'].iloc[0]} ({target})"
         add(fig, go.Bar(x=rows["op"], y=rows["predicted_us"], name=name))

@@ -8,12 +8,12 @@ import pandas as pd
 import plotly.graph_objects as go
 from pydantic import BaseModel, ConfigDict
 
-from workbench.bench.record import REFERENCE, load_table
-from workbench.bench.stated import protocols
 from workbench.files import write_atomic
 from workbench.model.calibrate import calibrate
 from workbench.model.calibration import Calibration
 from workbench.model.validate import Validation, validate
+from workbench.records.protocols import protocols
+from workbench.records.results import REFERENCE, load_table
 from workbench.report.draw import subtitle
 from workbench.report.export import FORMATS, Exported, Format, export_figures
 from workbench.report.figures_timemodel import HELD_OUT, MODEL_FIGURES

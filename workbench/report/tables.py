@@ -1,6 +1,6 @@
 """The tables behind the report: pure functions from a table of cases to a table of findings.
 
-They take any table of `workbench.bench.record.load_table`, the user's own records too, and leave
+They take any table of `workbench.records.results.load_table`, the user's own records too, and leave
 it as it is. Where a selection has no such cases the result is empty and has the same columns.
 Times in ms, rates in TFLOP/s and GB/s per GPU, memory in bytes unless a name says GiB.
 """
@@ -11,22 +11,32 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.bench.record import match_pairs
-from workbench.bench.stated import HIGH, LOW
 from workbench.case import CATEGORIES, PACKING_SLOT_FACTOR
 from workbench.errors import InputError
 from workbench.hardware import Hardware, match_device
 from workbench.model.cost import cost_table
 from workbench.model.roofline import roofline_table
-from workbench.moe import plan_arithmetic as pa
-from workbench.moe.case_plan import PLAN_COLUMNS, CasePlans, plan_table
+from workbench.planning import arithmetic as pa
+from workbench.planning.case_plan import PLAN_COLUMNS, CasePlans, plan_table
+from workbench.records.protocols import HIGH, LOW
+from workbench.records.results import match_pairs
 from workbench.report.theme import PRECISIONS, STYLES, system_name
 
 GIB = 2**30
 _RATES = ("usefulTFPerGPU", "meanTXGBps", "meanRXGBps", "modeledHBMGBps")
 GROUP = ["mode", "precision", "category"]
-_VARIANTS = ("origin", "device", "T", "D", "E", "K", "sharedExperts", "F", "slotFactor",
-             "scratchFactor")  # fmt: skip
+_VARIANTS = (
+    "origin",
+    "device",
+    "T",
+    "D",
+    "E",
+    "K",
+    "sharedExperts",
+    "F",
+    "slotFactor",
+    "scratchFactor",
+)
 
 
 def with_series(
@@ -241,8 +251,17 @@ def packing_layers(table: pd.DataFrame) -> pd.DataFrame:
     found = table[(table["category"] == "packing") & table["iterationMS"].notna()]
     keys = ["mode", "ep", "profile", "factors", "T", "K", "E"]
     told = [name for name in ("mode", "T", "K", "E") if found[name].nunique() > 1]
-    names = ["workload", *keys[:3], "layer", "factor", "rows", "scheduledRows", "retainedRows",
-             "replayedRows", "scratchRows"]  # fmt: skip
+    names = [
+        "workload",
+        *keys[:3],
+        "layer",
+        "factor",
+        "rows",
+        "scheduledRows",
+        "retainedRows",
+        "replayedRows",
+        "scratchRows",
+    ]
     layers = [pd.DataFrame(columns=names)]
     for _, cases in found.groupby(keys, sort=True, dropna=False):
         mok, dist = (cases[cases["backend"] == name] for name in ("mok", "dist_moe"))

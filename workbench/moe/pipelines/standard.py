@@ -45,41 +45,85 @@ def regions(c: MoEConfig, R: int) -> Iterator[Buffer]:
 
 
 def publish(s: "Step") -> None:
-    s.launch("publish", x_TD=s.x_TD, ids_TK=s.ids_TK, scores_TK=s.scores_TK,
-             x_out_TD=s.own("x_TD"), ids_out_TK=s.own("ids_TK"),
-             scores_out_TK=s.own("scores_N1").view(s.config.T, s.config.K),
-             head=s.own("head"), num_experts=s.config.E)  # fmt: skip
+    s.launch(
+        "publish",
+        x_TD=s.x_TD,
+        ids_TK=s.ids_TK,
+        scores_TK=s.scores_TK,
+        x_out_TD=s.own("x_TD"),
+        ids_out_TK=s.own("ids_TK"),
+        scores_out_TK=s.own("scores_N1").view(s.config.T, s.config.K),
+        head=s.own("head"),
+        num_experts=s.config.E,
+    )
 
 
 def experts(s: "Step") -> None:
-    s.launch("route_table", ids=s.peers("ids_TK"), rank=s.rank, rank_R=s.own("rank_R"),
-             slot_R=s.own("slot_R"), starts_e=s.own("starts_e"),
-             counts_PE=s.own("counts_PE"))  # fmt: skip
-    s.launch("decide", heads=s.peers("head"), counts_PE=s.own("counts_PE"),
-             decisions_L=s.own("decisions"), entry=s.entry, rank=s.rank,
-             rows_available=s.plan.rows_available, slot_at=s.offset("slot"),
-             slot_bytes=s.plan.slot_bytes, row_bytes_O=s.memory.row_bytes_O,
-             scratch_at=s.offset("operands"), saves=s.saves, texts=s.peers("text"),
-             first_error=s.own("first_error"), error_text=s.own("error_text"),
-             peaks=s.own("peaks"))  # fmt: skip
+    s.launch(
+        "route_table",
+        ids=s.peers("ids_TK"),
+        rank=s.rank,
+        rank_R=s.own("rank_R"),
+        slot_R=s.own("slot_R"),
+        starts_e=s.own("starts_e"),
+        counts_PE=s.own("counts_PE"),
+    )
+    s.launch(
+        "decide",
+        heads=s.peers("head"),
+        counts_PE=s.own("counts_PE"),
+        decisions_L=s.own("decisions"),
+        entry=s.entry,
+        rank=s.rank,
+        rows_available=s.plan.rows_available,
+        slot_at=s.offset("slot"),
+        slot_bytes=s.plan.slot_bytes,
+        row_bytes_O=s.memory.row_bytes_O,
+        scratch_at=s.offset("operands"),
+        saves=s.saves,
+        texts=s.peers("text"),
+        first_error=s.own("first_error"),
+        error_text=s.own("error_text"),
+        peaks=s.own("peaks"),
+    )
     dispatch(s)
     s.launch("swiglu", h1=s.kept("h1_R2F"), decision=s.decision, act_RF=s.own("act_RF"))
-    s.launch("w2_combine", act_RF=s.own("act_RF"), w2_EDF=s.w2_EDF, starts_e=s.own("starts_e"),
-             decision=s.decision, rank_R=s.own("rank_R"), row_R=s.own("slot_R"),
-             out=s.peers("rows_TKD"))  # fmt: skip
+    s.launch(
+        "w2_combine",
+        act_RF=s.own("act_RF"),
+        w2_EDF=s.w2_EDF,
+        starts_e=s.own("starts_e"),
+        decision=s.decision,
+        rank_R=s.own("rank_R"),
+        row_R=s.own("slot_R"),
+        out=s.peers("rows_TKD"),
+    )
 
 
 def dispatch(s: "Step", again: bool = False) -> None:
-    s.launch("dispatch_w13", x=s.peers("x_TD"), rank_R=s.own("rank_R"), row_R=s.own("slot_R"),
-             divisor=s.config.K, starts_e=s.own("starts_e"), w13_E2FD=s.w13_E2FD,
-             x_kept=s.kept("x_RD"), h1=s.kept("h1_R2F"), decision=s.decision,
-             again=again)  # fmt: skip
+    s.launch(
+        "dispatch_w13",
+        x=s.peers("x_TD"),
+        rank_R=s.own("rank_R"),
+        row_R=s.own("slot_R"),
+        divisor=s.config.K,
+        starts_e=s.own("starts_e"),
+        w13_E2FD=s.w13_E2FD,
+        x_kept=s.kept("x_RD"),
+        h1=s.kept("h1_R2F"),
+        decision=s.decision,
+        again=again,
+    )
 
 
 def sum_up(s: "Step") -> None:
-    s.launch("sum_k", rows_TKD=s.own("rows_TKD").view(s.config.T, s.config.K, s.config.D),
-             scores_TK=s.own("scores_N1").view(s.config.T, s.config.K), decision=s.decision,
-             out_TD=s.y_TD)  # fmt: skip
+    s.launch(
+        "sum_k",
+        rows_TKD=s.own("rows_TKD").view(s.config.T, s.config.K, s.config.D),
+        scores_TK=s.own("scores_N1").view(s.config.T, s.config.K),
+        decision=s.decision,
+        out_TD=s.y_TD,
+    )
 
 
 def publish_grad(s: "Step") -> None:
@@ -87,41 +131,93 @@ def publish_grad(s: "Step") -> None:
 
 
 def experts_backward(s: "Step") -> None:
-    s.launch("decide_backward", heads=s.peers("head"), decision=s.decision, texts=s.peers("text"),
-             first_error=s.own("first_error"), error_text=s.own("error_text"))  # fmt: skip
+    s.launch(
+        "decide_backward",
+        heads=s.peers("head"),
+        decision=s.decision,
+        texts=s.peers("text"),
+        first_error=s.own("first_error"),
+        error_text=s.own("error_text"),
+    )
     dispatch(s, again=True)
     rank_R, slot_R, starts_e = s.own("rank_R"), s.own("slot_R"), s.own("starts_e")
-    s.launch("w2_dgrad", dy=s.peers("dy_TD"), rank_R=rank_R, row_R=slot_R, divisor=s.config.K,
-             starts_e=starts_e, w2_EDF=s.w2_EDF, decision=s.decision, dy_RD=s.own("rows_RD"),
-             g_RF=s.own("g_RF"))  # fmt: skip
-    s.launch("swiglu_backward", h1=s.kept("h1_R2F"), decision=s.decision,
-             rank_R=rank_R, row_R=slot_R, scores=s.peers("scores_N1"), g_RF=s.own("g_RF"),
-             dscores=s.peers("dscores_N1"), back_rank_R=rank_R, back_row_R=slot_R,
-             act_RF=s.own("act_RF"))  # fmt: skip
+    s.launch(
+        "w2_dgrad",
+        dy=s.peers("dy_TD"),
+        rank_R=rank_R,
+        row_R=slot_R,
+        divisor=s.config.K,
+        starts_e=starts_e,
+        w2_EDF=s.w2_EDF,
+        decision=s.decision,
+        dy_RD=s.own("rows_RD"),
+        g_RF=s.own("g_RF"),
+    )
+    s.launch(
+        "swiglu_backward",
+        h1=s.kept("h1_R2F"),
+        decision=s.decision,
+        rank_R=rank_R,
+        row_R=slot_R,
+        scores=s.peers("scores_N1"),
+        g_RF=s.own("g_RF"),
+        dscores=s.peers("dscores_N1"),
+        back_rank_R=rank_R,
+        back_row_R=slot_R,
+        act_RF=s.own("act_RF"),
+    )
     w2_wgrad(s)
-    s.launch("w13_dgrad_combine", dh1=s.kept("h1_R2F"), w13_E2FD=s.w13_E2FD,
-             starts_e=starts_e, decision=s.decision, rank_R=rank_R, row_R=slot_R,
-             out=s.peers("rows_TKD"))  # fmt: skip
+    s.launch(
+        "w13_dgrad_combine",
+        dh1=s.kept("h1_R2F"),
+        w13_E2FD=s.w13_E2FD,
+        starts_e=starts_e,
+        decision=s.decision,
+        rank_R=rank_R,
+        row_R=slot_R,
+        out=s.peers("rows_TKD"),
+    )
     w13_wgrad(s)
 
 
 def w2_wgrad(s: "Step") -> None:
     if s.dw2_EDF is not None:
-        s.launch("w2_wgrad", dy_RD=s.own("rows_RD"), act_RF=s.own("act_RF"),
-                 starts_e=s.own("starts_e"), decision=s.decision, dw2_EDF=s.dw2_EDF)  # fmt: skip
+        s.launch(
+            "w2_wgrad",
+            dy_RD=s.own("rows_RD"),
+            act_RF=s.own("act_RF"),
+            starts_e=s.own("starts_e"),
+            decision=s.decision,
+            dw2_EDF=s.dw2_EDF,
+        )
 
 
 def w13_wgrad(s: "Step") -> None:
     if s.dw13_E2FD is not None:
-        s.launch("w13_wgrad", x=s.kept("x_RD"), dh1=s.kept("h1_R2F"), starts_e=s.own("starts_e"),
-                 decision=s.decision, dw13_E2FD=s.dw13_E2FD)  # fmt: skip
+        s.launch(
+            "w13_wgrad",
+            x=s.kept("x_RD"),
+            dh1=s.kept("h1_R2F"),
+            starts_e=s.own("starts_e"),
+            decision=s.decision,
+            dw13_E2FD=s.dw13_E2FD,
+        )
 
 
 def sum_up_backward(s: "Step") -> None:
-    s.launch("sum_k", rows_TKD=s.own("rows_TKD").view(s.config.T, s.config.K, s.config.D),
-             scores_TK=None, decision=s.decision, out_TD=s.dx_TD)  # fmt: skip
-    s.launch("take_dscores", dscores_TK=s.own("dscores_N1").view(s.config.T, s.config.K),
-             decision=s.decision, out_TK=s.dscores_TK)  # fmt: skip
+    s.launch(
+        "sum_k",
+        rows_TKD=s.own("rows_TKD").view(s.config.T, s.config.K, s.config.D),
+        scores_TK=None,
+        decision=s.decision,
+        out_TD=s.dx_TD,
+    )
+    s.launch(
+        "take_dscores",
+        dscores_TK=s.own("dscores_N1").view(s.config.T, s.config.K),
+        decision=s.decision,
+        out_TK=s.dscores_TK,
+    )
     s.launch("release", decision=s.decision)
 
 
@@ -139,5 +235,6 @@ _BACKWARD = (
     Barrier("combined"),
     Phase("sum_backward", sum_up_backward),
 )
-PIPELINE = Pipeline(forward=_FORWARD, backward=_BACKWARD, operands=operands, regions=regions,
-                    recomputes=True)  # fmt: skip
+PIPELINE = Pipeline(
+    forward=_FORWARD, backward=_BACKWARD, operands=operands, regions=regions, recomputes=True
+)

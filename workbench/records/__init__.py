@@ -1,0 +1,1 @@
+"""Records and result files: their schema, and tables of them."""

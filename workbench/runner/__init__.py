@@ -1,0 +1,1 @@
+"""Runs notebooks through papermill, strictly: one process each, grids, and the main job."""
