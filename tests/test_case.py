@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.case import PIPELINES, PROFILES, Case, case_table, reference_matrix
+from workbench.case import PROFILES, Case, case_table, reference_matrix
 from workbench.errors import InputError
 from workbench.records.results import REFERENCE
+from workbench.systems import PIPELINES
 
 PUBLISHED = json.loads(REFERENCE.read_text())
 

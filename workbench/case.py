@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.errors import InputError, check_number, check_whole, one_line
+from workbench.systems import MODES, PIPELINES, RUN_HERE, SYSTEMS, TRIPLES
 
 STUDY_SHAPE: Mapping[str, int] = {"T": 2048, "D": 7168, "E": 384, "K": 6, "sharedExperts": 1}
 """Shape of the published GB300 study (2026-10-16); every one of its cases has it."""
@@ -31,20 +32,9 @@ PROFILES: Mapping[str, tuple[float, ...]] = {
 PACKING_SLOT_FACTOR = 2.5
 """slotFactor of the study's packing cases."""
 
-PIPELINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "dist_moe": {"standard": ("bf16",), "staged": ("mxfp8",), "mega": ("mxfp8",)},
-    "mok": {"native": ("bf16", "mxfp8")},
-    "baseline": {"alltoall": ("bf16",)},
-}
-"""backend -> pipeline -> precisions it runs in."""
-
 LOCAL_SHAPE: Mapping[str, int] = {"T": 128, "D": 128, "E": 8, "K": 2, "sharedExperts": 1}
 """Shape of the local matrix: small enough for two CPU cores."""
 
-LOCAL_SYSTEMS = (("dist_moe", "standard", "bf16"), ("baseline", "alltoall", "bf16"))
-"""Systems that run without a GPU: (backend, pipeline, precision)."""
-
-MODES = ("inference", "training")
 CATEGORIES = ("single_layer", "width", "packing")
 
 _SUFFIXES = {
@@ -104,6 +94,7 @@ class Case:
         allowed = PIPELINES[self.backend][self.pipeline]
         _one_of(f"precision of {self.backend} {self.pipeline}", self.precision, allowed)
         _one_of("mode", self.mode, MODES)
+        _one_of(f"mode of {self.pipeline}", self.mode, SYSTEMS[self.pipeline].modes)
         _one_of("category", self.category, CATEGORIES)
         _check(self.scratchFactor > 0, "scratchFactor", self.scratchFactor, "must be positive")
         if math.isnan(self.slotFactor):
@@ -239,28 +230,23 @@ def reference_matrix() -> list[Case]:
     cases = []
     for mode, eps, width_ep in (("inference", (8, 16), 16), ("training", (32, 64), 64)):
         for ep in eps:
-            for backend, pipelines in PIPELINES.items():
-                if backend == "baseline":
+            for backend, pipeline, precision in TRIPLES:
+                if not SYSTEMS[pipeline].published:
                     continue
-                for pipeline, precisions in pipelines.items():
-                    for precision in precisions:
-                        system: dict[str, Any] = {
-                            "backend": backend,
-                            "mode": mode,
-                            "ep": ep,
-                            "precision": precision,
-                            "pipeline": pipeline,
-                        }
-                        cases += [Case(**system, imbalance=float(i)) for i in (1, 4, 8)]
-                        if ep == width_ep:
-                            cases += [
-                                Case(**system, category="width", F=F) for F in (1536, 3072, 6144)
-                            ]
-                        if mode == "training":
-                            cases += [
-                                Case(**system, category="packing", profile=profile)
-                                for profile in PROFILES
-                            ]
+                system: dict[str, Any] = {
+                    "backend": backend,
+                    "mode": mode,
+                    "ep": ep,
+                    "precision": precision,
+                    "pipeline": pipeline,
+                }
+                cases += [Case(**system, imbalance=float(i)) for i in (1, 4, 8)]
+                if ep == width_ep:
+                    cases += [Case(**system, category="width", F=F) for F in (1536, 3072, 6144)]
+                if mode == "training":
+                    cases += [
+                        Case(**system, category="packing", profile=profile) for profile in PROFILES
+                    ]
     return sorted(
         cases, key=lambda c: (c.mode, str(c.ep), c.precision, c.pipeline, c.category, c.label, c.F)
     )
@@ -274,9 +260,7 @@ def scaled_profile(name: str, ep: int) -> tuple[float, ...]:
     return tuple(round(1 + (factor - 1) * (ep - 1) / 7, 3) for factor in PROFILES[name])
 
 
-def local_matrix(
-    ep: int = 2, systems: Iterable[tuple[str, str, str]] = LOCAL_SYSTEMS
-) -> list[Case]:
+def local_matrix(ep: int = 2, systems: Iterable[tuple[str, str, str]] = RUN_HERE) -> list[Case]:
     """What runs on any machine: per system (backend, pipeline, precision) and mode, imbalance 1 and
     `ep` and two widths; in training 10 layers with the study's profiles scaled to `ep`, in a slot
     of factor 2.5 and again in one that is too small, for a system that has a slot; then a few
@@ -284,7 +268,8 @@ def local_matrix(
     check_whole("ep", ep)
     cases = []
     for backend, pipeline, precision in systems:
-        for mode in MODES:
+        has_slot = SYSTEMS[pipeline].keeps == "slot"
+        for mode in SYSTEMS[pipeline].modes:
             system: dict[str, Any] = {
                 "backend": backend,
                 "mode": mode,
@@ -297,7 +282,7 @@ def local_matrix(
             cases += [Case(**system, imbalance=float(i)) for i in dict.fromkeys((1, ep))]
             cases += [Case(**system | {"F": F}, category="width") for F in (64, 128)]
             if mode == "training":
-                slots = (2.5, 0.5) if backend == "dist_moe" else (2.5,)
+                slots = (2.5, 0.5) if has_slot else (2.5,)
                 cases += [
                     Case(
                         **system,
@@ -309,7 +294,7 @@ def local_matrix(
                     for slot in slots
                     for name in PROFILES
                 ]
-            if backend == "dist_moe" and ep > 1:
+            if has_slot and ep > 1:
                 cases += [Case(**system | {"ep": 1, "F": F}, category="width") for F in (64, 128)]
     return sorted(cases, key=lambda case: case.ep)
 

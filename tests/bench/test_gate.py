@@ -12,6 +12,7 @@ from workbench.bench.job import Settings, TimingProtocol
 from workbench.bench.meter import between, routed_bytes
 from workbench.case import Case
 from workbench.moe.group import VirtualGroup
+from workbench.routing import route
 
 CASE = Case(
     backend="dist_moe",
@@ -132,10 +133,25 @@ def test_draws_depend_on_seed_and_stream_alone():
 def test_bytes_of_routed_rows():
     # rank 0 sends 3 rows to itself and 1 to rank 1's two experts; rank 1 sends 2 to rank 0
     counts = [[2, 1, 0, 1], [0, 2, 1, 1]]
-    inference = routed_bytes(counts, row_bytes=10, training=False, recomputed_P=[0, 0])
+    of_ten_bytes = replace(CASE, D=5)
+    inference = routed_bytes(replace(of_ten_bytes, mode="inference"), counts, [0, 0])
     assert inference.tolist() == [[60, 30], [30, 40]]
-    training = routed_bytes(counts, row_bytes=10, training=True, recomputed_P=[0, 1])
+    training = routed_bytes(of_ten_bytes, counts, [0, 1])
     assert training.tolist() == [[120, 60 + 10], [60, 80 + 20]]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 4.0, 7.5, 8.0])
+def test_the_mean_is_the_wire_model_of_the_study(factor, mode):
+    """layers * T*K*(1 - 1/ep) rows of 2D + 2D bytes, in training twice."""
+    case = Case(backend="dist_moe", mode=mode, ep=8, precision="bf16", pipeline="standard")
+    ids = route(T=case.T, K=case.K, E=case.E, ep=8, factor=factor).ids
+    counts = np.stack([np.bincount(own.ravel(), minlength=case.E) for own in ids])
+    moved = routed_bytes(case, counts, [0] * 8)
+    np.fill_diagonal(moved, 0)
+    rows = 2048 * 6 * (1 - 1 / 8)
+    model = rows * (4 * 7168 if mode == "inference" else 8 * 7168)
+    assert moved.sum() / 8 == pytest.approx(model, rel=5e-3)
 
 
 def test_scale_up_and_scale_out_are_apart():

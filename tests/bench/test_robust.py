@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import QUICK
 
 from tests import needs
+from tests.bench.conftest import QUICK
 from workbench.bench.interleave import run_pair
 from workbench.bench.job import Settings, TimingProtocol
 from workbench.bench.launch import Hosts

@@ -18,7 +18,7 @@ from workbench.explore.trace import Trace
 from workbench.hardware import load_hardware
 from workbench.model.calibration import load_calibration
 from workbench.model.roofline import roofline_table
-from workbench.planning.case_plan import layer_table, plan_case
+from workbench.planning.case_plan import CasePlans, plan_case
 from workbench.records.results import load_table
 from workbench.report.theme import STYLES
 from workbench.routing import rows_by_expert, rows_by_rank
@@ -115,14 +115,11 @@ def check(explorer: ImbalanceExplorer) -> None:
         assert shown == pytest.approx(expected, rel=1e-9)
     check_refused(explorer, row, found.iloc[: len(SYSTEMS)])
 
-    layers = layer_table(cases[mine])
-    again = (
-        layers["paddedRows"] * layers["recomputed"]
-        if state.backend == "dist_moe"
-        else (layers["replayRows"])
-    )
+    plans = CasePlans(table=case_table([cases[mine]]))
+    padded = plans.padded(plans.rows.rank0)[0]
+    again = padded * plans.saved[2][0] if state.backend == "dist_moe" else plans.replay_rows[0]
     once = values(spec, "Busiest rank by layer", "done once")
-    assert once == (layers["paddedRows"] - again).tolist()
+    assert once == (padded - again).tolist()
     if again.any():
         word = "recomputed" if state.backend == "dist_moe" else "replayed"
         shown = drawn(spec, "Busiest rank by layer", word)

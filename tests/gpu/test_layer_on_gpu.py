@@ -9,10 +9,9 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "moe"))
 
-from layer_cases import LIMIT, errors, random_config, run, workload
+from layer_cases import LIMIT, errors, experts, fill_with_nan, random_config, run, workload
 
 from workbench.bench.kernel_bench import bench_kernels
-from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
 from workbench.moe.group import VirtualGroup
@@ -60,7 +59,7 @@ def test_a_training_step_is_captured_in_a_graph():
         leaves = static.leaves()
 
         def step():
-            y = routed_experts(leaves[0], static.ids, *leaves[1:], context)
+            y = experts(leaves[0], static.ids, *leaves[1:], context)
             return (y.detach(), *torch.autograd.grad(y, leaves, static.dy))
 
         aside = torch.cuda.Stream()
@@ -80,7 +79,7 @@ def test_a_training_step_is_captured_in_a_graph():
                     strict=True,
                 ):
                     mine.copy_(new)
-            context.poison()
+            fill_with_nan(context)
             graph.replay()
             for name, error in errors(on_host(found), work.exact()).items():
                 assert error < LIMIT["bfloat16"], name

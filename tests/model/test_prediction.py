@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench.case import MODES, PIPELINES, Case, case_table
+from workbench.case import Case, case_table
 from workbench.cli.speed import bench_predict, random_cases
 from workbench.errors import InputError
 from workbench.hardware import known_devices, load_hardware
@@ -19,6 +19,7 @@ from workbench.model.memory import PLANNED, memory_terms
 from workbench.model.prediction import REFUSALS, TIMES
 from workbench.model.roofline import roofline_table
 from workbench.records.results import load_table
+from workbench.systems import MODES, PIPELINES
 
 CALIBRATION = load_calibration()
 HAS_BLOCK_SCALES = {"GB300", "GB200", "B300", "B200", "MI355X"}

@@ -8,8 +8,10 @@ import torch
 
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
+from workbench.moe.context import Context
 from workbench.moe.oracle import oracle, relative_error
 from workbench.moe.pages import Lender
+from workbench.moe.weights import Weights
 
 NAMES = ("y", "x", "scores", "w13", "w2")
 LIMIT = {"bfloat16": 1e-2, "float32": 1e-5}
@@ -134,17 +136,40 @@ class Poisoned(Lender):
         return super().empty_like(model).fill_(float("nan"))
 
 
+def experts(x: Any, ids: Any, scores: Any, w13: Any, w2: Any, context: Context) -> torch.Tensor:
+    return routed_experts(x, ids, scores, Weights(w13, w2), context)
+
+
+def fill_with_nan(context: Context) -> None:
+    """Fills all of the hosted ranks' arenas but words and what awaits a backward with NaN."""
+    held = [entry for entry in range(context.plan.entries) if context.loan(entry)]
+    kept = [
+        region
+        for name, region in context.plan.regions.items()
+        if region.part == "words"
+        or (region.part == "slot" and held)
+        or any(name.endswith(f".{entry}") for entry in held)
+    ]
+    for rank in context.group.hosted:
+        arena_B = context.memory(rank).arena_B
+        before_B = arena_B.clone()
+        arena_B.fill_(0xFF)
+        for region in kept:
+            part = slice(region.offset, region.offset + region.nbytes)
+            arena_B[part] = before_B[part]
+
+
 def run(mine: Workload, context: Any, *, poison: bool = True) -> tuple[torch.Tensor, ...]:
     """y and the gradients of x, scores, w13, w2 of a rank, through a poisoned arena."""
     leaves = mine.leaves()
     if poison:
         context.lender = Poisoned()
-        context.poison()
+        fill_with_nan(context)
         context.group.barrier("poisoned")
-    y = routed_experts(leaves[0], mine.ids, leaves[1], leaves[2], leaves[3], context)
+    y = experts(leaves[0], mine.ids, *leaves[1:], context)
     if poison:
         context.group.barrier("forward over")
-        context.poison()
+        fill_with_nan(context)
         context.group.barrier("poisoned")
     y.backward(mine.dy)
     grads = [leaf.grad for leaf in leaves]

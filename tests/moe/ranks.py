@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from layer_cases import Workload, errors, random_config, run, sliced, workload
+from layer_cases import Workload, errors, experts, random_config, run, sliced, workload
 
-from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
 from workbench.moe.group import CollectiveGroup, SharedGroup
@@ -95,7 +94,7 @@ def bad_inputs() -> Any:
                     given[place] = spoil(given[place].clone())
                 began = time.monotonic()
                 try:
-                    routed_experts(*given, context)
+                    experts(*given, context)
                     found[f"{pipeline} {name}"] = "nothing"
                 except ValueError as error:
                     found[f"{pipeline} {name}"] = f"{type(error).__name__}: {error}"
@@ -152,7 +151,7 @@ def bad_inputs_unseen() -> Any:
                     spoiled = spoil(given[place].detach().clone())
                     floats = spoiled is not None and spoiled.is_floating_point()
                     given[place] = spoiled.requires_grad_() if floats else spoiled
-                y = routed_experts(*given, context)
+                y = experts(*given, context)
                 y.backward(work.dy)
                 grads = [t.grad for t in given if t is not None and t.is_floating_point()]
                 found[f"{pipeline} NaN {name}"] = all(bool(t.isnan().all()) for t in (y, *grads))
@@ -210,7 +209,7 @@ def overflow() -> Any:
                 run(good, context)
             x, scores, w13, w2 = hot.leaves()
             try:
-                y = routed_experts(x, hot.ids, scores, w13, w2, context)
+                y = experts(x, hot.ids, scores, w13, w2, context)
                 y.backward(hot.dy)
                 grads = (y, x.grad, scores.grad, w13.grad, w2.grad)
                 found[f"{validate} all NaN"] = all(bool(t.isnan().all()) for t in grads)
@@ -232,19 +231,19 @@ def mismatch(pipeline: str) -> Any:
     found: dict[str, Any] = {}
     with create_context(config, group) as context:
         x, scores, w13, w2 = work.leaves()
-        y = routed_experts(x, work.ids, scores, w13, w2, context)
+        y = experts(x, work.ids, scores, w13, w2, context)
         try:
             if group.rank:
                 y.backward(work.dy)
             else:
-                routed_experts(x, work.ids, scores, w13, w2, context)
+                experts(x, work.ids, scores, w13, w2, context)
             found["calls"] = "nothing"
         except ValueError as error:
             found["calls"] = str(error)
         del y
         try:
             with torch.set_grad_enabled(group.rank > 0):
-                routed_experts(x, work.ids, scores, w13, w2, context)
+                experts(x, work.ids, scores, w13, w2, context)
             found["gradients"] = "nothing"
         except ValueError as error:
             found["gradients"] = str(error)
@@ -276,7 +275,7 @@ def dies(how: str, where: str) -> Any:
     found: dict[str, Any] = {}
     try:
         x, scores, w13, w2 = work.leaves()
-        routed_experts(x, work.ids, scores, w13, w2, context).backward(work.dy)
+        experts(x, work.ids, scores, w13, w2, context).backward(work.dy)
         found["raised"] = "nothing"
     except (RuntimeError, MemoryError) as error:
         found["raised"] = f"{type(error).__name__}: {error}"

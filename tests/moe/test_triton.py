@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layer_cases import LIMIT, as_float64, errors, random_config, run, workload
+from layer_cases import LIMIT, as_float64, errors, experts, random_config, run, workload
 from workbench.kernels.device import INTERPRET
 
 from workbench.errors import InputError
-from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
 from workbench.moe.group import VirtualGroup
@@ -99,7 +98,7 @@ def test_errors_are_those_of_executor_torch(fault):
         with create_context(replace(config, executor=executor), group) as context:
             mine = work.to(device)
             with pytest.raises((ValueError, RuntimeError)) as caught:
-                routed_experts(mine.x, mine.ids, mine.scores, mine.w13, mine.w2, context)
+                experts(mine.x, mine.ids, mine.scores, mine.w13, mine.w2, context)
             messages.append((type(caught.value), str(caught.value)))
             # The context is still good.
             assert torch.isfinite(run(fine.to(device), context)[0]).all()

@@ -6,11 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layer_cases import LIMIT, as_float64, errors, random_config, run, workload
+from layer_cases import (
+    LIMIT,
+    as_float64,
+    errors,
+    experts,
+    fill_with_nan,
+    random_config,
+    run,
+    workload,
+)
 
 from workbench.case import PROFILES
 from workbench.moe.arena import plan_ours
-from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import BACKWARD, FORWARD, create_context, dry_run
 from workbench.moe.group import VirtualGroup
@@ -87,8 +95,8 @@ def _stack(config, work, slot_factor, *, poison=True):
         hidden = x
         for _, scores, w13, w2 in leaves:
             if poison:
-                context.poison()
-            hidden = routed_experts(hidden, work.ids, scores, w13, w2, context)
+                fill_with_nan(context)
+            hidden = experts(hidden, work.ids, scores, w13, w2, context)
         hidden.backward(work.dy)
         peaks = context.peaks()
     grads = [leaf.grad for layer in leaves for leaf in layer[1:]]
@@ -117,7 +125,7 @@ def test_only_a_layer_that_was_not_saved_is_produced_again():
     for slot_factor, spoilt in ((4.0, True), (0.0, False)):
         leaves = work.leaves()
         with create_context(replace(config, slot_factor=slot_factor), VirtualGroup(4)) as context:
-            y = routed_experts(leaves[0], work.ids, *leaves[1:], context)
+            y = experts(leaves[0], work.ids, *leaves[1:], context)
             for rank in range(4):
                 context.memory(rank).own("slot").fill_(0xFF)
                 context.memory(rank).own("operands").fill_(0xFF)  # NaN in BF16
@@ -146,7 +154,7 @@ def test_measured_bytes_are_the_planned_ones(pipeline, mode):
         most = [0, 0, 0, 0]
         held = []
         for _ in range(2 if mode == "training" else 0):
-            held.append(routed_experts(leaves[0], work.ids, *leaves[1:], context))
+            held.append(experts(leaves[0], work.ids, *leaves[1:], context))
             per_rank = context.counts(0).view(4, 4, 2).sum((0, 2)).tolist()
             saved = [plan.saved_bytes(rows) for rows in per_rank]
             # All layers' in one slot, or each in a part of its own.
@@ -163,7 +171,7 @@ def test_nothing_outside_the_plan_is_kept_for_backward():
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
     ):
         x, scores, w13, w2 = work.leaves()
-        routed_experts(x, work.ids, scores, w13, w2, context)
+        experts(x, work.ids, scores, w13, w2, context)
     addresses = {t.data_ptr(): t for t in kept}
     del addresses[w13.data_ptr()], addresses[w2.data_ptr()]
     assert [t.nbytes for t in addresses.values()] == [16]  # which entry, and which loan of it
@@ -174,19 +182,19 @@ def test_no_grad_and_inference_save_nothing_and_give_the_same_bits():
     given = (work.x, work.ids, work.scores, work.w13, work.w2)
     leaves = work.leaves()
     with create_context(SMALL, VirtualGroup(4)) as context:
-        trained = routed_experts(leaves[0], work.ids, *leaves[1:], context)
+        trained = experts(leaves[0], work.ids, *leaves[1:], context)
         slot = {rank: peak["slot_bytes"] for rank, peak in context.peaks().items()}
         with torch.no_grad():
             for _ in range(9):
-                context.poison()
-                free = routed_experts(*given, context)
+                fill_with_nan(context)
+                free = experts(*given, context)
         assert not free.requires_grad
         assert {rank: p["slot_bytes"] for rank, p in context.peaks().items()} == slot
         trained.backward(work.dy)
     inference = replace(SMALL, mode="inference")
     assert plan_ours(inference).arena_bytes < plan_ours(SMALL).arena_bytes
     with create_context(inference, VirtualGroup(4)) as context:
-        served = routed_experts(*given, context)
+        served = experts(*given, context)
     assert torch.equal(trained.detach(), free)
     assert torch.equal(free, served.detach())
 
@@ -199,7 +207,7 @@ def test_layers_are_given_back_by_backward_by_dropping_the_graph_and_in_any_orde
     with create_context(replace(SMALL, pipeline=pipeline), VirtualGroup(4)) as context:
 
         def forward():
-            return routed_experts(leaves[0], work.ids, *leaves[1:], context)
+            return experts(leaves[0], work.ids, *leaves[1:], context)
 
         for _ in range(6):
             graphs = [forward() for _ in range(4)]
@@ -228,11 +236,9 @@ def test_backwards_in_the_order_of_their_forwards(pipeline):
                     assert error < 1e-5, name
             if work is not None:
                 leaves = work.leaves()
-                flying.append(
-                    (work, leaves, routed_experts(leaves[0], work.ids, *leaves[1:], context))
-                )
+                flying.append((work, leaves, experts(leaves[0], work.ids, *leaves[1:], context)))
                 with torch.no_grad():
-                    routed_experts(work.dy, work.ids, work.scores, work.w13, work.w2, context)
+                    experts(work.dy, work.ids, work.scores, work.w13, work.w2, context)
         peaks = context.peaks().values()
     assert pipeline == "standard" or not any(peak["recomputed"] for peak in peaks)
 
@@ -249,7 +255,7 @@ def test_inference_mode_and_training_after_it(threads, inside):
         with context:
             with torch.inference_mode():
                 given = (work.x.clone(), work.ids, work.scores, work.w13, work.w2)
-                served = routed_experts(*given, context)
+                served = experts(*given, context)
             found = run(work, context)
     finally:
         torch.set_num_threads(before)
@@ -262,7 +268,7 @@ def test_a_backward_of_an_inference_context_says_so():
     work = workload(SMALL, 4)
     leaves = work.leaves()
     with create_context(replace(SMALL, mode="inference"), VirtualGroup(4)) as context:
-        y = routed_experts(leaves[0], work.ids, *leaves[1:], context)
+        y = experts(leaves[0], work.ids, *leaves[1:], context)
         with pytest.raises(RuntimeError, match="mode='inference' must be 'training'"):
             y.backward(work.dy)
 
@@ -271,7 +277,7 @@ def test_backward_runs_once():
     work = workload(SMALL, 4)
     leaves = work.leaves()
     with create_context(SMALL, VirtualGroup(4)) as context:
-        y = routed_experts(leaves[0], work.ids, *leaves[1:], context)
+        y = experts(leaves[0], work.ids, *leaves[1:], context)
         y.backward(work.dy, retain_graph=True)
         with pytest.raises(RuntimeError, match="ran before"):
             y.backward(work.dy)
@@ -282,7 +288,7 @@ def test_frozen_weights_cost_no_gradient():
     x, scores, w13, w2 = work.leaves()
     with create_context(SMALL, VirtualGroup(4)) as context:
         context.log = []
-        y = routed_experts(x, work.ids, scores, w13.detach(), w2.detach(), context)
+        y = experts(x, work.ids, scores, w13.detach(), w2.detach(), context)
         y.backward(work.dy)
         assert "w13_wgrad" not in {op for _, op, _ in context.log}
     assert relative_error(as_float64(x.grad), work.exact()[1]) < 1e-2
@@ -300,7 +306,7 @@ def test_launches_do_not_depend_on_the_routing(pipeline):
         leaves = work.leaves()
         with create_context(config, VirtualGroup(4)) as context:
             context.log = []
-            y = routed_experts(leaves[0], work.ids, *leaves[1:], context)
+            y = experts(leaves[0], work.ids, *leaves[1:], context)
             forward, context.log = context.log, []
             y.backward(work.dy)
             assert [sorted(forward), sorted(context.log)] == wanted

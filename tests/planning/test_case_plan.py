@@ -7,9 +7,13 @@ import pytest
 from workbench.case import Case, case_table
 from workbench.errors import InputError
 from workbench.planning.arithmetic import evenly_padded_rows, padded_rows
-from workbench.planning.case_plan import layer_table, plan_case, plan_table
+from workbench.planning.case_plan import CasePlans, plan_case, plan_table
 from workbench.records.results import load_table
 from workbench.routing import spread
+
+
+def layers_of(case: Case) -> CasePlans:
+    return CasePlans(table=case_table([case]))
 
 
 def test_every_published_capacity_field_from_the_table():
@@ -30,10 +34,10 @@ def test_every_published_capacity_field_from_the_table():
 def test_every_published_schedule_layer_by_layer():
     table = load_table()
     for _, row in table[(table["category"] == "packing") & (table["backend"] == "mok")].iterrows():
-        layers = layer_table(Case.from_id(row["id"]))
-        assert layers["paddedRows"].tolist() == row["capacity"]["rank0ScheduleRows"]
-        assert layers["replayRows"].tolist() == row["capacity"]["rank0ReplayRows"]
-        assert (layers["retainedRows"] + layers["replayRows"] == layers["paddedRows"]).all()
+        plans = layers_of(Case.from_id(row["id"]))
+        scheduled = plans.padded(plans.rows.rank0)[0]
+        assert scheduled.tolist() == row["capacity"]["rank0ScheduleRows"]
+        assert plans.replay_rows[0].tolist() == row["capacity"]["rank0ReplayRows"]
 
 
 def test_a_table_and_a_single_plan_agree():
@@ -99,21 +103,22 @@ def test_slot_is_filled_in_layer_order_by_the_fullest_rank():
             more = np.array([kept(rank0[layer]), kept(others[layer])])
             flags.append(bool((used + more).max() + (3 - layer) * x_bytes > capacity))
             used += x_bytes if flags[-1] else more
-        layers = layer_table(packed(slot))
-        assert layers["recomputed"].tolist() == flags
-        assert layers["savedBytes"].sum() == used[0]
+        saved, _, recomputed = layers_of(packed(slot)).saved
+        assert recomputed[0].tolist() == flags
+        assert saved.sum() == used[0]
         plan = plan_table(case_table([packed(slot)])).iloc[0]
         assert plan["slotBytes"] == capacity
         assert plan["maxSavedRankBytes"] == used.max() <= capacity
         assert plan["recomputedLayers"] == sum(flags)
-    assert layer_table(packed(0.0))["recomputed"].all()
-    assert not layer_table(packed(2.0))["recomputed"].any()
+    assert layers_of(packed(0.0)).saved[2].all()
+    assert not layers_of(packed(2.0)).saved[2].any()
 
 
 def test_the_baseline_reserves_nothing_in_advance():
     case = Case(backend="baseline", mode="training", ep=2, precision="bf16", pipeline="alltoall")
     assert plan_table(case_table([case])).iloc[0].drop("busiestPaddedRows").isna().all()
-    assert layer_table(case)["paddedRows"].tolist() == [12288]
+    plans = layers_of(case)
+    assert plans.padded(plans.rows.rank0).tolist() == [[12288]]
     assert plan_case(case).reference is None
 
 

@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from workbench.case import PIPELINES
 from workbench.errors import InputError
 from workbench.hardware import load_hardware
 from workbench.records.results import concat
 from workbench.report.figure_data import figure_data
 from workbench.report.figures import FIGURES, all_figures
 from workbench.report.theme import STYLES
+from workbench.systems import PIPELINES
 
 GB300 = load_hardware("GB300")
 UNIT = re.compile(r"\S.* \[(ms|1|-|%|ranks|index|GiB|GB/s|TFLOP/s|TFLOP/s per GPU|FLOP/B)\]")

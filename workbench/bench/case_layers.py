@@ -16,7 +16,9 @@ from workbench.kernels.words import Decide
 from workbench.moe.autograd import routed_experts
 from workbench.moe.context import Context
 from workbench.moe.layer import SharedExpert
+from workbench.moe.weights import Weights
 from workbench.routing import Routes, case_routes
+from workbench.systems import SYSTEMS
 
 KEPT = 2**24
 """Elements of all ranks' tokens up to which they are drawn once and kept."""
@@ -72,6 +74,7 @@ class CaseLayers:
         self.case, self.context = case, context
         (self.rank,) = context.group.hosted
         self.training = case.mode == "training"
+        self.shared_inside = SYSTEMS[case.pipeline].hides_shared
         local = case.E // case.ep
         x_TD, self.dy_TD = inputs.tokens(self.rank)
         self.x_TD = x_TD.clone().requires_grad_(self.training)
@@ -108,16 +111,14 @@ class CaseLayers:
         self.y = []
         with torch.set_grad_enabled(self.training):
             for number, layer in enumerate(self.layers):
+                shared, weights = layer["shared"], Weights(layer["w13"], layer["w2"])
+                if shared is not None and self.shared_inside:
+                    weights = Weights(*weights[:2], shared.w13_2FD, shared.w2_DF)
                 y_TD = routed_experts(
-                    self.x_TD,
-                    layer["ids"],
-                    layer["scores"],
-                    layer["w13"],
-                    layer["w2"],
-                    self.context,
+                    self.x_TD, layer["ids"], layer["scores"], weights, self.context
                 )
-                if layer["shared"] is not None:
-                    y_TD = y_TD + layer["shared"](self.x_TD)
+                if shared is not None and not self.shared_inside:
+                    y_TD = y_TD + shared(self.x_TD)
                 self.y.append(y_TD)
                 if self.counts is not None:
                     self.counts.append(self.context.counts(number if self.training else 0))

@@ -3,7 +3,7 @@ is then timed.
 
 Where the oracle is affordable every output and gradient of the rank is checked; else the outputs
 and gradients of sampled tokens, and the weight gradients of one sampled expert, from the same dense
-float64 arithmetic. Each rank inputs what it needs of the others' inputs again from the seed.
+float64 arithmetic. Each rank draws what it needs of the others' inputs again from the seed.
 
 Legend: T tokens per rank, D hidden, F expert width, K experts per token, n rows of one expert.
 """
@@ -18,9 +18,8 @@ from torch import Tensor
 from workbench.bench.case_layers import CaseLayers, SeededInputs
 from workbench.case import Case
 from workbench.moe.oracle import Floats, oracle, relative_error
+from workbench.systems import SYSTEMS
 
-LIMIT = 1e-2
-"""Largest relative Frobenius error of BF16 outputs and gradients, FP32 inside."""
 FULL_FLOP = 2e10
 """Float64 FLOP per rank up to which everything is checked; some seconds of one core."""
 SAMPLED_TOKENS = 4
@@ -32,7 +31,7 @@ class GateError(RuntimeError):
 
 def check(layers: CaseLayers, inputs: SeededInputs) -> dict[str, Any]:
     """`errors` (largest relative error over layers, by name) and `checked` ("all", or what was
-    sampled) of the forward and backward that a layers has just run. Local to the rank."""
+    sampled) of the forward and backward that the layers have just run. Local to the rank."""
     case = layers.case
     everything = case.layers * _flop(case) <= FULL_FLOP
     random = np.random.default_rng([inputs.seed, layers.rank])
@@ -43,16 +42,17 @@ def check(layers: CaseLayers, inputs: SeededInputs) -> dict[str, Any]:
     for number in range(case.layers):
         for name, error in _layer_errors(layers, inputs, number, tokens, everything).items():
             worst[name] = max(worst.get(name, 0.0), error) if error == error else error
+    limit = SYSTEMS[case.pipeline].tolerance[case.precision]
     sampled = f"{len(tokens)} tokens and 1 expert per layer and rank, drawn by the seed"
-    return {"errors": worst, "checked": "all" if everything else sampled, "limit": LIMIT}
+    return {"errors": worst, "checked": "all" if everything else sampled, "limit": limit}
 
 
 def faults(found: Mapping[str, Any]) -> list[str]:
     """What in a result of `check` is beyond the limit."""
     return [
-        f"{name}: relative error {error:.3g} must be below {LIMIT:g}"
+        f"{name}: relative error {error:.3g} must be below {found['limit']:g}"
         for name, error in found["errors"].items()
-        if not error < LIMIT
+        if not error < found["limit"]
     ]
 
 

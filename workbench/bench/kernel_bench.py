@@ -22,6 +22,7 @@ from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import Context, create_context
 from workbench.moe.group import VirtualGroup
+from workbench.moe.weights import Weights
 
 FIGURES = (
     "grouped_gemm_us",
@@ -175,7 +176,7 @@ def _layers_us(s: Sizes) -> list[float]:
     x, scores, w13, w2 = (leaf.requires_grad_() for leaf in leaves)
 
     def step(context: Context) -> tuple[Tensor, ...]:
-        y = routed_experts(x, ids, scores, w13, w2, context)
+        y = routed_experts(x, ids, scores, Weights(w13, w2), context)
         # Not `backward`, which would add every gradient to the one before.
         return (y.detach(), *torch.autograd.grad(y, leaves, dy))
 

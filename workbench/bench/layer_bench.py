@@ -27,6 +27,7 @@ from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
 from workbench.moe.group import VirtualGroup
 from workbench.moe.oracle import oracle, relative_error
+from workbench.moe.weights import Weights
 from workbench.routing import route
 
 Run = Callable[[], Any]
@@ -68,7 +69,7 @@ def bench_layer(
     with create_context(config, VirtualGroup(1)) as context:
 
         def layer(*given: Tensor) -> Tensor:
-            return routed_experts(given[0], ids, given[1], given[2], given[3], context)
+            return routed_experts(given[0], ids, given[1], Weights(*given[2:]), context)
 
         worst = _check(leaves, ids, dy, layer)
         runs: dict[str, Run] = {

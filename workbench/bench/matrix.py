@@ -22,21 +22,14 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from workbench.case import (
-    LOCAL_SHAPE,
-    LOCAL_SYSTEMS,
-    PIPELINES,
-    PROFILES,
-    Case,
-    local_matrix,
-    reference_matrix,
-)
+from workbench.case import LOCAL_SHAPE, PROFILES, Case, local_matrix, reference_matrix
 from workbench.errors import InputError
 from workbench.files import read_text
 from workbench.moe.arena import plan_ours
 from workbench.moe.config import PIPELINES as PIPELINES_HERE
 from workbench.moe.config import MoEConfig, runs
 from workbench.records.schema import validate
+from workbench.systems import RUN_HERE, SYSTEMS
 
 NAMED = {"local": local_matrix, "reference": reference_matrix}
 _LISTS = (
@@ -110,10 +103,9 @@ class MatrixFile(BaseModel):
 
     @model_validator(mode="after")
     def _known(self) -> "MatrixFile":
-        known = {name for pipelines in PIPELINES.values() for name in pipelines}
         for name in self.pipeline or ():
-            if name not in known:
-                raise ValueError(f"pipeline={name!r} must be one of {', '.join(sorted(known))}")
+            if name not in SYSTEMS:
+                raise ValueError(f"pipeline={name!r} must be one of {', '.join(sorted(SYSTEMS))}")
         names = {f.name for f in fields(Case)}
         for rule in self.exclude:
             for name in rule:
@@ -203,7 +195,7 @@ def _based(file: MatrixFile) -> list[Case]:
 def _combined(file: MatrixFile) -> list[Case]:
     """Every combination of the lists, but the excluded; what a list leaves out is local."""
     chosen: dict[str, list[Any]] = {
-        "pipeline": [pipeline for _, pipeline, _ in LOCAL_SYSTEMS],
+        "pipeline": [pipeline for _, pipeline, _ in RUN_HERE],
         "mode": ["inference", "training"],
         "ep": [2],
         "F": [128],
@@ -234,12 +226,12 @@ def _combined(file: MatrixFile) -> list[Case]:
     cases = {}
     for values in itertools.product(*chosen.values()):
         fixed = dict(zip(chosen, values, strict=True))
-        backend, known = _backend(fixed["pipeline"])
-        for precision in known:
+        system = SYSTEMS[fixed["pipeline"]]
+        for precision in system.precisions:
             if precisions is not None and precision not in precisions:
                 continue
             for kind in kinds:
-                stated = fixed | kind | {"backend": backend, "precision": precision}
+                stated = fixed | kind | {"backend": system.backend, "precision": precision}
                 if not _excluded(file, stated):
                     case = Case(**stated)
                     cases[case.id] = case
@@ -254,13 +246,6 @@ def _excluded(file: MatrixFile, stated: dict[str, Any]) -> bool:
         )
         for rule in file.exclude
     )
-
-
-def _backend(pipeline: str) -> tuple[str, tuple[str, ...]]:
-    for backend, pipelines in PIPELINES.items():
-        if pipeline in pipelines:
-            return backend, pipelines[pipeline]
-    raise AssertionError(pipeline)
 
 
 def _names() -> list[str]:

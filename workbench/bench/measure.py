@@ -41,6 +41,7 @@ from workbench.moe.group import PeerGroup
 from workbench.records.protocols import NOISY_ABOVE
 from workbench.records.record import make_record
 from workbench.records.schema import OwnRecord
+from workbench.systems import SYSTEMS
 
 GIB = 2**30
 EXPECTED = (
@@ -176,12 +177,7 @@ def _checked(
     rows_PP = np.sum([one["rows"] for one in everyone], axis=0)
     counted_PP = np.sum(
         [
-            routed_bytes(
-                count,
-                row_bytes=case.D * 2,
-                training=layers.training,
-                recomputed_P=[one["held"][1][layer] for one in everyone],
-            )
+            routed_bytes(case, count, [one["held"][1][layer] for one in everyone])
             for layer, count in enumerate(counts)
         ],
         axis=0,
@@ -221,11 +217,12 @@ def _checked(
 
 def _capacity(case: Case, plan: Any, everyone: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The study's capacity fields of a packing case, from what the ranks held."""
-    if case.category != "packing" or case.backend != "dist_moe" or case.mode != "training":
+    fields = SYSTEMS[case.pipeline].capacity
+    if case.category != "packing" or case.mode != "training" or not fields:
         return None
     held = [sum(one["held"][0]) for one in everyone]
     scratch = sum(r.nbytes for r in plan.regions.values() if r.part == "scratch" and not r.alias)
-    return {
+    known = {
         "slotBytes": plan.slot_bytes,
         "slotFactor": case.slotFactor,
         "scratchBytes": scratch,
@@ -237,6 +234,7 @@ def _capacity(case: Case, plan: Any, everyone: list[dict[str, Any]]) -> dict[str
         "capacityRecomputeFlags": sum(sum(one["held"][1]) for one in everyone),
         "inspectedRankLayers": case.ep * case.layers,
     }
+    return {name: known[name] for name in fields}
 
 
 def _figures(

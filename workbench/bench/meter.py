@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workbench.case import Case
 from workbench.kernels.catalogue import OPS
 from workbench.kernels.peers import Peers
 from workbench.kernels.words import Decide
 from workbench.moe.context import Context
+from workbench.systems import SYSTEMS
 
 Ints = npt.NDArray[np.int64]
 
@@ -84,19 +86,20 @@ def _is_local(buffer: Peers) -> bool:
     return buffer.all_P.stride(0) * buffer.all_P.element_size() == size
 
 
-def routed_bytes(
-    counts_PE: npt.ArrayLike, *, row_bytes: int, training: bool, recomputed_P: npt.ArrayLike
-) -> Ints:
+def routed_bytes(case: Case, counts_PE: npt.ArrayLike, recomputed_P: npt.ArrayLike) -> Ints:
     """Bytes of routed rows from rank to rank, int64 [P, P], of one layer in one iteration.
 
     `counts_PE` has the rows that each rank sends to each expert. Rows go to the experts and back,
-    in training twice; a rank that recomputes the layer fetches its rows once more.
+    as wide as the case's system says, in training twice; a rank that recomputes the layer fetches
+    its rows once more.
     """
     counts = np.asarray(counts_PE, np.int64)
     to_PP = counts.reshape(len(counts), len(counts), -1).sum(axis=2)
-    ways = 2 if training else 1
+    ways = 2 if case.mode == "training" else 1
     again_P = np.asarray(recomputed_P, np.int64)
-    return row_bytes * (ways * (to_PP + to_PP.T) + to_PP * again_P[None, :])
+    system = SYSTEMS[case.pipeline]
+    there, back = (round(case.D * size) for size in system.wire_bytes(case.precision, case.mode))
+    return there * to_PP * (ways + again_P[None, :]) + back * ways * to_PP.T
 
 
 def between(bytes_PP: Ints, hosts: Sequence[str]) -> dict[str, list[int]]:

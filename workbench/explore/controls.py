@@ -11,10 +11,10 @@ import numpy as np
 import traitlets
 from traitlets import Bunch
 
-from workbench.case import MODES
 from workbench.errors import InputError
 from workbench.explore.sources import ShapeState, Sources, WorkloadState
 from workbench.report.theme import PRECISIONS, system_name
+from workbench.systems import MODES
 
 LABEL = {"description_width": "96px"}
 MAX_EP = 1024

@@ -9,12 +9,21 @@ import numpy.typing as npt
 from workbench.case import Case
 from workbench.explore.loads import SWEEP, ImbalanceState, Ints, Loads
 from workbench.explore.sources import Row, Sources, System, category_of, refusal, runs, system_of
-from workbench.explore.system_panels import GIB, SYSTEMS, origin_points, time_bars
+from workbench.explore.system_panels import (
+    AGAIN,
+    BACKENDS,
+    GIB,
+    SYSTEMS_PANEL,
+    origin_points,
+    reserving_system,
+    time_bars,
+)
 from workbench.model.prediction import FLOOR_COLUMNS
 from workbench.planning import arithmetic as pa
 from workbench.report import figures_explore as fx
 from workbench.report.figures_explore import OBSERVED, PREDICTED, Panel
 from workbench.report.theme import INK, STYLES, Style, system_name
+from workbench.systems import SYSTEMS
 
 Floats = npt.NDArray[np.float64]
 REPLACED = "experts re-placed"
@@ -35,7 +44,7 @@ FLOORS = Panel(
     category=(*FLOOR_COLUMNS, "predicted"),
 )
 MEMORY = Panel(title="Peak memory", x="system [-]", y="peak allocated [GiB]")
-PANELS = (RANKS, LAYERS, TIME, SYSTEMS, FLOORS, MEMORY)
+PANELS = (RANKS, LAYERS, TIME, SYSTEMS_PANEL, FLOORS, MEMORY)
 
 
 def measured(state: ImbalanceState, sources: Sources, case: Case) -> list[Row]:
@@ -99,14 +108,12 @@ def _where(loads: Loads, x: Any, y: Callable[[Ints], Any]) -> tuple[Any, Any]:
 def capacity_lines(
     state: ImbalanceState, layers: int, current: dict[System, Row]
 ) -> list[tuple[str, float | None, str, str]]:
-    """(name, rows, dash, colour) of the bounds of both backends, in the state's precision; None
+    """(name, rows, dash, colour) of the bounds of both kinds, in the state's precision; None
     where one does not exist. The slot is drawn at the rows that fill it if every layer had them."""
-    dist = (
-        state.system
-        if state.backend == "dist_moe"
-        else next((s for s in current if s[0] == "dist_moe" and s[2] == state.precision), None)
+    dist, mok = (reserving_system(kind, state, current) for kind in ("slot", "rows"))
+    slots, rows = (
+        found[0] if found else BACKENDS[kind] for kind, found in (("slot", dist), ("rows", mok))
     )
-    mok = next((s for s in current if s[0] == "mok" and s[2] == state.precision), None)
     training = state.mode == "training"
     slot = scratch = retained = None
     if dist is not None:
@@ -123,9 +130,9 @@ def capacity_lines(
     if mok is not None and training:
         retained = float(current[mok]["retainedRowsPerLayer"])
     return [
-        ("dist_moe scratch (hard)", scratch, "solid", "#0072B2"),
-        ("dist_moe slot (soft)", slot, "dash", "#0072B2"),
-        ("mok retained", retained, "dash", "#D55E00"),
+        (f"{slots} scratch (hard)", scratch, "solid", "#0072B2"),
+        (f"{slots} slot (soft)", slot, "dash", "#0072B2"),
+        (f"{rows} retained", retained, "dash", "#D55E00"),
     ]
 
 
@@ -133,7 +140,7 @@ def layers_traces(state: ImbalanceState, row: Row, loads: Loads) -> list[fx.Trac
     """Rows that rank 0 schedules in each layer: done once, and what backward does again."""
     padded, again = row["paddedRows"], row["againRows"]
     x = np.array([str(n + 1) for n in range(len(padded))])
-    word = "recomputed" if state.backend == "dist_moe" else "replayed"
+    word = AGAIN["slot" if SYSTEMS[state.pipeline].keeps == "slot" else "rows"]
     shown = again > 0
     return [
         fx.bar(LAYERS, "done once", x, padded - again, STYLES[state.system].colour),
@@ -219,14 +226,14 @@ def systems_traces(
     current: dict[System, Row], better: dict[System, Row], found: list[Row]
 ) -> list[fx.Trace]:
     replaced = fx.points(
-        SYSTEMS,
+        SYSTEMS_PANEL,
         REPLACED,
         [category_of(system) for system in current] if better else [],
         [row["iterationMS"] for row in better.values()],
         INK,
         symbol="line-ew-open",
     )
-    return [*time_bars(current), replaced, *origin_points(SYSTEMS, "iterationMS", found)]
+    return [*time_bars(current), replaced, *origin_points(SYSTEMS_PANEL, "iterationMS", found)]
 
 
 def floors_traces(row: Row, style: Style) -> list[fx.Trace]:

@@ -46,7 +46,13 @@ from workbench.explore.sources import (
     runs,
     system_of,
 )
-from workbench.explore.system_panels import SYSTEMS, curve_systems
+from workbench.explore.system_panels import (
+    AGAIN,
+    BACKENDS,
+    SYSTEMS_PANEL,
+    curve_systems,
+    reserving_system,
+)
 from workbench.explore.trace import Trace
 from workbench.model.prediction import FLOOR_COLUMNS
 from workbench.report import figures_explore as fx
@@ -90,7 +96,7 @@ def imbalance_view(state: ImbalanceState, trace: Trace | None, sources: Sources)
         category_of(s) for s in STYLES if s in current or any(system_of(row) == s for row in found)
     )
     axes = {
-        SYSTEMS: categories,
+        SYSTEMS_PANEL: categories,
         MEMORY: categories,
         LAYERS: tuple(str(n + 1) for n in range(chosen.layers)),
     }
@@ -165,8 +171,7 @@ def _sentence(
     floor = row[FLOOR_COLUMNS[binds]]
     parts = [
         f"<b>{binds}</b> binds: its floor on the busiest rank is {milliseconds(floor)}",
-        _again("recomputed by dist_moe", "dist_moe", current, state),
-        _again("replayed by mok", "mok", current, state),
+        *(_again(kind, current, state) for kind in AGAIN),
     ]
     if loads.placed is not None and runs(better[state.system]):
         gain = 1 - better[state.system]["iterationMS"] / row["iterationMS"]
@@ -178,10 +183,11 @@ def _sentence(
     return f"{time}; {'; '.join(filter(None, parts))}."
 
 
-def _again(words: str, backend: str, current: dict[System, Row], state: ImbalanceState) -> str:
-    """What a backend does again in backward, in the state's precision; "" if it does not run."""
-    of_precision = (s for s in current if s[0] == backend and s[2] == state.precision)
-    system = state.system if state.backend == backend else next(of_precision, None)
+def _again(kind: str, current: dict[System, Row], state: ImbalanceState) -> str:
+    """What the system that reserves `kind` does again in backward, in the state's precision; ""
+    if it does not run."""
+    system = reserving_system(kind, state, current)
+    words = f"{AGAIN[kind]} by {system[0] if system else BACKENDS[kind]}"
     if system is None:
         return f"nothing is {words}"
     row = current[system]
@@ -190,6 +196,6 @@ def _again(words: str, backend: str, current: dict[System, Row], state: Imbalanc
     named = [str(n + 1) for n in np.flatnonzero(row["againRows"])]
     if not named:
         return f"nothing is {words}"
-    rows = f"{int(row['againRows'].sum()):,} rows of " if backend == "mok" else ""
-    verb = "is" if backend == "dist_moe" and len(named) == 1 else "are"
+    rows = f"{int(row['againRows'].sum()):,} rows of " if kind == "rows" else ""
+    verb = "is" if kind == "slot" and len(named) == 1 else "are"
     return f"<b>{rows}layer{'s' * (len(named) > 1)} {', '.join(named)}</b> {verb} {words}"

@@ -10,19 +10,21 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from pydantic import BaseModel, ConfigDict
 
-from workbench.case import PIPELINES, STUDY_SHAPE, Case, case_table
+from workbench.case import STUDY_SHAPE, Case, case_table
 from workbench.errors import InputError
 from workbench.hardware import Hardware, known_devices, load_hardware, match_device
 from workbench.model.calibration import DEFAULT, Calibration, load_calibration
-from workbench.planning.case_plan import CasePlans
+from workbench.planning.case_plan import CasePlans, reserving
 from workbench.records.protocols import NOISE
 from workbench.records.results import REFERENCE, load_table
 from workbench.report.figures_explore import ELSEWHERE, MEASURED, PUBLISHED, Spec
 from workbench.report.theme import STYLES, system_name
+from workbench.systems import PIPELINES, SYSTEMS
 
 System = tuple[str, str, str]
 """(backend, pipeline, precision)."""
@@ -165,12 +167,15 @@ class Sources:
 
     @cached_property
     def systems(self) -> tuple[System, ...]:
-        """The systems that the calibration knows, in the legend's order."""
+        """The systems that the calibration knows, and those of the user's own, of which it may give
+        no time; in the legend's order."""
         known = {r.group for r in self.calibration.ranges}
-        return tuple(s for s in STYLES if f"{s[0]} {s[2]} {s[1]}" in known)
+        return tuple(
+            s for s in STYLES if f"{s[0]} {s[2]} {s[1]}" in known or SYSTEMS[s[1]].external
+        )
 
     def pipelines(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """PIPELINES cut down to the systems that can be predicted."""
+        """PIPELINES cut down to `systems`."""
         kept: dict[str, dict[str, tuple[str, ...]]] = {}
         for backend, by_pipeline in PIPELINES.items():
             for pipeline, precisions in by_pipeline.items():
@@ -299,32 +304,25 @@ def refused_note(rows: Mapping[System, Row]) -> str:
 
 def plan_rows(cases: Sequence[Case]) -> list[Row]:
     """Bounds of each case, as in `plan_table` (NaN where there is none), and two arrays over its
-    layers, as in `layer_table`: `paddedRows` that rank 0 schedules, and `againRows`, those of them
-    that backward recomputes or replays. Raises InputError for what cannot be planned."""
-    found: list[Row] = [{} for _ in cases]
-    for backend in ("dist_moe", "mok"):
-        chosen = [n for n, case in enumerate(cases) if case.backend == backend]
-        if not chosen:
-            continue
-        plans = CasePlans(table=case_table([cases[n] for n in chosen]), backend=backend)
-        padded = plans.padded(plans.rows.rank0)
-        columns: dict[str, Any] = {
-            "busiestPaddedRows": plans.padded(plans.rows.busiest).max(axis=1)
-        }
-        if backend == "dist_moe":
-            again = padded * plans.saved[2]
-            columns["slotBytes"] = plans.dist_moe["activation_slot_bytes"]
-            columns["scratchRows"] = plans.dist_moe["device_scratch_capacity_rows"]
-            columns["recomputedLayers"] = plans.saved[2].sum(axis=1)
-        else:
-            again = plans.replay_rows
-            columns["retainedRowsPerLayer"] = plans.retained_rows
-            columns["totalReplayRows"] = again.sum(axis=1)
+    layers: `paddedRows` that rank 0 schedules, and `againRows`, those of them that backward
+    recomputes or replays. Raises InputError for what cannot be planned."""
+    table = case_table(cases)
+    plans = CasePlans(table=table)
+    padded, again = plans.padded(plans.rows.rank0), np.zeros_like(plans.rows.rank0)
+    found = [dict.fromkeys(PLANNED_FIELDS, math.nan) for _ in cases]
+    for reserves, chosen in reserving(table["pipeline"]).items():
+        part = CasePlans(table=table.iloc[chosen])
+        layers = part.rows.rank0.shape[1]
+        again[chosen, :layers] = (
+            padded[chosen, :layers] * part.saved[2] if reserves == "slot" else part.replay_rows
+        )
+        bounds = part.bounds(reserves)
         for k, n in enumerate(chosen):
-            layers = {"paddedRows": padded[k], "againRows": again[k]}
-            numbers = {name: float(values[k]) for name, values in columns.items()}
-            found[n] = dict.fromkeys(PLANNED_FIELDS, math.nan) | numbers | layers
-    return found
+            found[n] |= {name: float(bounds[name][k]) for name in PLANNED_FIELDS if name in bounds}
+    return [
+        bounds | {"paddedRows": padded[n, : case.layers], "againRows": again[n, : case.layers]}
+        for n, (case, bounds) in enumerate(zip(cases, found, strict=True))
+    ]
 
 
 PLANNED_FIELDS = (

@@ -1,6 +1,6 @@
 """What the explorers show of all systems beside one another."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from workbench.explore.sources import (
     Row,
@@ -15,9 +15,22 @@ from workbench.explore.sources import (
 from workbench.report import figures_explore as fx
 from workbench.report.figures_explore import OBSERVED, PREDICTED, Panel
 from workbench.report.theme import STYLES
+from workbench.systems import SYSTEMS
 
 GIB = 2**30
-SYSTEMS = Panel(title="dist_moe against mok", x="system [-]", y="iteration time [ms]")
+SYSTEMS_PANEL = Panel(title="dist_moe against mok", x="system [-]", y="iteration time [ms]")
+
+
+AGAIN = {"slot": "recomputed", "rows": "replayed"}
+"""What backward does with what a layer could not keep, by how memory is set aside."""
+BACKENDS = {kind: next(s.backend for s in SYSTEMS.values() if s.reserves == kind) for kind in AGAIN}
+"""Whose bounds are shown where none of the systems at hand reserves so."""
+
+
+def reserving_system(kind: str, state: WorkloadState, systems: Iterable[System]) -> System | None:
+    """The state's system if it reserves `kind`, else the first of its precision that does."""
+    found = [s for s in systems if SYSTEMS[s[1]].reserves == kind and s[2] == state.precision]
+    return state.system if state.system in found else next(iter(found), None)
 
 
 def curve_systems(state: WorkloadState, sources: Sources) -> list[System]:
@@ -30,7 +43,7 @@ def time_bars(current: dict[System, Row]) -> list[fx.Trace]:
     """Predicted iteration time of each system with its interval; a word where it does not run."""
     y = [row["iterationMS"] for row in current.values()]
     bars = fx.bar(
-        SYSTEMS,
+        SYSTEMS_PANEL,
         PREDICTED,
         [category_of(system) for system in current],
         y,
@@ -39,7 +52,7 @@ def time_bars(current: dict[System, Row]) -> list[fx.Trace]:
         high=[row["iterationHighMS"] for row in current.values()],
         text=[f"{value:.3g}" if value == value else "" for value in y],
     )
-    return [bars | {"showlegend": False}, refused_systems(SYSTEMS, current)]
+    return [bars | {"showlegend": False}, refused_systems(SYSTEMS_PANEL, current)]
 
 
 def refused_systems(panel: Panel, current: dict[System, Row]) -> fx.Trace:

@@ -8,15 +8,15 @@ import numpy.typing as npt
 
 from workbench.case import Case, case_table
 from workbench.explore.sources import Row, System, WorkloadState, runs, system_of
-from workbench.explore.system_panels import GIB, SYSTEMS
+from workbench.explore.system_panels import GIB, SYSTEMS_PANEL
 from workbench.hardware import PEAK_FIELD, Hardware
-from workbench.model.cost import BF16_BYTES, MXFP8_BYTES, cost_table
+from workbench.model.cost import cost_table
 from workbench.model.prediction import FLOOR_COLUMNS
 from workbench.model.roofline import attainable_tflops
-from workbench.planning import arithmetic as pa
 from workbench.report import figures_explore as fx
 from workbench.report.figures_explore import OBSERVED, Panel
 from workbench.report.theme import INK, STYLES, system_name
+from workbench.systems import BF16_BYTES, MXFP8_BYTES, SYSTEMS
 
 Floats = npt.NDArray[np.float64]
 ROOF = Panel(
@@ -32,7 +32,7 @@ WEIGHTS = Panel(
     title="Weight memory over F", x="expert width F [1]", y="weights of one layer [GiB]"
 )
 FLOORS = Panel(title="Floors of the busiest rank over F", x="expert width F [1]", y="time [ms]")
-PANELS = (ROOF, RATE, TILES, WEIGHTS, FLOORS, SYSTEMS)
+PANELS = (ROOF, RATE, TILES, WEIGHTS, FLOORS, SYSTEMS_PANEL)
 NARROW, STEP, COUNT = 256, 256, 33
 """The curves over F are computed at `COUNT` multiples of a step, from `NARROW` on."""
 FLOOR_COLOURS = {"compute": INK, "HBM": "#0072B2", "link": "#D55E00", "fixed": "#999999"}
@@ -63,11 +63,6 @@ def widths(state: WidthState) -> npt.NDArray[np.int64]:
     return np.unique(np.round(np.linspace(NARROW, top, COUNT) / 64).astype(np.int64) * 64)
 
 
-def tile_rows(backend: str) -> int:
-    """Rows of a tile: what the backend pads each expert's rows to."""
-    return pa.MOK_EXPERT_ROWS if backend == "mok" else pa.DIST_MOE_EXPERT_ROWS
-
-
 def quantisation(state: WidthState, F: npt.ArrayLike, sm_count: int | None) -> Quantisation:
     """Tile and wave quantisation of the two forward products at balanced load, one tile per SM.
 
@@ -76,7 +71,7 @@ def quantisation(state: WidthState, F: npt.ArrayLike, sm_count: int | None) -> Q
     """
     F = np.asarray(F, np.int64)
     E_local, rows = state.E // state.ep, state.T * state.K
-    height = tile_rows(state.backend)
+    height = SYSTEMS[state.pipeline].tile_rows
     each, extra = divmod(rows, E_local)
     row_tiles = extra * -(-(each + 1) // height) + (E_local - extra) * -(-each // height)
     useful, tiled, waved = np.zeros(F.shape), np.zeros(F.shape), np.zeros(F.shape)

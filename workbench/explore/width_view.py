@@ -23,7 +23,7 @@ from workbench.explore.sources import (
     runs,
     system_of,
 )
-from workbench.explore.system_panels import SYSTEMS, curve_systems, origin_points, time_bars
+from workbench.explore.system_panels import SYSTEMS_PANEL, curve_systems, origin_points, time_bars
 from workbench.explore.width_panels import (
     PANELS,
     WidthState,
@@ -69,7 +69,7 @@ def width_view(state: WidthState, sources: Sources) -> View:
             state, hardware, now[systems.index(state.system)], current[state.system], found
         ),
         *time_bars(current),
-        *origin_points(SYSTEMS, "iterationMS", here),
+        *origin_points(SYSTEMS_PANEL, "iterationMS", here),
         *rate_traces(state, F, curves, swept, current, found),
         *tiles_traces(state, F, parts),
         *weights_traces(state, F, hardware),
@@ -78,7 +78,7 @@ def width_view(state: WidthState, sources: Sources) -> View:
     categories = tuple(
         category_of(s) for s in STYLES if s in current or any(system_of(row) == s for row in here)
     )
-    panels = [replace(p, category=categories) if p is SYSTEMS else p for p in PANELS]
+    panels = [replace(p, category=categories) if p is SYSTEMS_PANEL else p for p in PANELS]
     title = f"Width: {system_name(state.system)}, {state.mode}, EP {state.ep}"
     row = current[state.system]
     return View(

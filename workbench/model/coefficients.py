@@ -6,10 +6,10 @@ the fit. It weighs as much as one measurement that is off by one residual, so it
 what the data do not.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from workbench.case import PIPELINES
+from workbench.systems import SYSTEMS, TRIPLES, System
 
 
 class Group(NamedTuple):
@@ -35,12 +35,7 @@ class Coefficient(NamedTuple):
     upper: float = float("inf")
 
 
-GROUPS = tuple(
-    Group(backend, precision, pipeline)
-    for backend, pipelines in PIPELINES.items()
-    for pipeline, precisions in pipelines.items()
-    for precision in precisions
-)
+GROUPS = tuple(Group(backend, precision, pipeline) for backend, pipeline, precision in TRIPLES)
 STANDARD = Group("dist_moe", "bf16", "standard")
 STAGED = Group("dist_moe", "mxfp8", "staged")
 MEGA = Group("dist_moe", "mxfp8", "mega")
@@ -52,8 +47,9 @@ def _each(*groups: Group) -> dict[Group, str]:
     return {group: str(group) for group in groups}
 
 
-def _by_backend(*backends: str) -> dict[Group, str]:
-    return {group: group.backend for group in GROUPS if group.backend in backends}
+def _by_backend(holds: Callable[[System], bool] = lambda _: True) -> dict[Group, str]:
+    """One slot for each backend, for the systems that `holds` says."""
+    return {group: group.backend for group in GROUPS if holds(SYSTEMS[group.pipeline])}
 
 
 _ALL = dict.fromkeys(GROUPS, "all")
@@ -82,7 +78,7 @@ PARAMETERS: Mapping[str, Coefficient] = {
         "fixed time of a layer's forward: route exchange, barriers, launches",
         0.25,
         0.15,
-        _by_backend("dist_moe") | _each(*(g for g in GROUPS if g.backend != "dist_moe")),
+        _each(*GROUPS) | _by_backend(lambda system: system.keeps == "slot"),
     ),
     "start_ms": Coefficient(
         "ms",
@@ -102,7 +98,7 @@ PARAMETERS: Mapping[str, Coefficient] = {
         "share of reading the local experts' weights that the forward GEMMs do not hide",
         0.3,
         0.2,
-        _by_backend("dist_moe", "mok", "baseline"),
+        _by_backend(),
     ),
     "grad_bytes": Coefficient(
         "bytes per local parameter",
@@ -131,7 +127,7 @@ PARAMETERS: Mapping[str, Coefficient] = {
         "share of the shared expert that runs beside nothing; mok hides it behind the dispatch",
         0.8,
         0.3,
-        _by_backend("dist_moe", "baseline"),
+        _by_backend(lambda system: not system.hides_shared),
     ),
     "link_efficiency": Coefficient(
         "fraction of the link peak",
@@ -153,7 +149,7 @@ PARAMETERS: Mapping[str, Coefficient] = {
         "extra time where transport and compute take equally long and should hide each other",
         0.12,
         0.02,
-        {g: "all" for g in GROUPS if g.backend != "baseline"},
+        {g: "all" for g in GROUPS if SYSTEMS[g.pipeline].peer_memory},
         otherwise=1.0,
     ),
     "balanced_slowdown": Coefficient(
@@ -178,7 +174,7 @@ PARAMETERS: Mapping[str, Coefficient] = {
         "time of replaying one minibatch in mok's backward",
         0.5,
         0.3,
-        _by_backend("mok"),
+        _by_backend(lambda system: system.keeps == "rows"),
     ),
     "gap_ms": Coefficient(
         "ms", "iterationMS - forwardMS of an inference iteration", 0.002, 0.005, _ALL
@@ -213,12 +209,3 @@ def slots(groups: Iterable[Group]) -> list[tuple[str, str]]:
         if group in chosen
     }
     return list(found)
-
-
-def own_count(group: Group) -> int:
-    """Parameters that only this group uses."""
-    return sum(
-        list(p.scope.values()).count(p.scope[group]) == 1
-        for p in PARAMETERS.values()
-        if group in p.scope
-    )

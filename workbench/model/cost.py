@@ -9,6 +9,7 @@ Legend: T tokens per GPU, D hidden width, F expert width, E experts, K experts p
 S shared experts, ep ranks, R routed rows that a rank receives in one layer, N cases.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,14 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from workbench.extensions import added
 from workbench.routing import Workloads
+from workbench.systems import BF16_BYTES, MXFP8_BYTES, SYSTEMS
 
 Array = npt.NDArray[Any]
 Num = float | Array
-
-BF16_BYTES = 2.0
-MXFP8_BYTES = 33 / 32
-"""One byte of data, and one E8M0 scale for each 32 of them."""
 
 
 def passes(training: Num) -> Array:
@@ -61,20 +60,18 @@ def experts_read(rows: Num, E_local: Num) -> Array:
     return np.minimum(rows, E_local)
 
 
-def dispatches_mxfp8(backend: Any, mxfp8: Any, training: Any) -> Any:
-    """Whether rows travel to their experts in MXFP8: in dist_moe's MXFP8 inference alone."""
-    return (backend == "dist_moe") & mxfp8 & ~training
-
-
-def wire_row_bytes(*, D: Num, training: Num, quantised_dispatch: Num) -> tuple[Array, Array]:
-    """(to the expert, back from it): bytes that a routed row sends in one iteration.
-
-    BF16 both ways, and again both ways in backward; dist_moe's MXFP8 inference dispatches MXFP8.
-    """
+def wire_row_bytes(pipeline: str, precision: str, *, D: Num, training: Num) -> tuple[Array, Array]:
+    """(to the expert, back from it): bytes that a routed row of a system sends in one iteration:
+    what the system says of a pass, in training for backward too."""
     D = np.asarray(D, np.float64)
     ways = np.where(training, 2, 1)
-    there = np.where(quantised_dispatch, MXFP8_BYTES, BF16_BYTES)
-    return ways * D * there, ways * D * BF16_BYTES
+    in_inference, in_training = (
+        SYSTEMS[pipeline].wire_bytes(precision, mode) for mode in ("inference", "training")
+    )
+    there, back = (
+        np.where(training, *pair) for pair in zip(in_training, in_inference, strict=True)
+    )
+    return ways * D * there, ways * D * back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +134,13 @@ class Work(Workloads):
     @cached_property
     def wire_rows(self) -> tuple[Array, Array]:
         """(to the expert, back from it) bytes per routed row, [N]."""
-        quantised = dispatches_mxfp8(self.table["backend"].to_numpy(), self.mxfp8, self.training)
-        return wire_row_bytes(
-            D=self.shape["D"], training=self.training, quantised_dispatch=quantised
-        )
+        there, back = np.zeros(len(self.table)), np.zeros(len(self.table))
+        systems = self.table.groupby(["pipeline", "precision"], observed=True).indices
+        for (pipeline, precision), rows in systems.items():
+            there[rows], back[rows] = wire_row_bytes(
+                pipeline, precision, D=self.shape["D"][rows], training=self.training[rows]
+            )
+        return there, back
 
     @cached_property
     def wire(self) -> Array:
@@ -163,7 +163,8 @@ class Work(Workloads):
 
 
 def cost_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Amounts of each case, by the table's index: FLOP, bytes and rows, mean and busiest rank.
+    """Amounts of each case, by the table's index: FLOP, bytes and rows, mean and busiest rank; and
+    METRICS of the user's own.
 
     `usefulFLOP`, `modeledHBMBytes` and `wireBytes` are the study's; `busiest...` are the sums
     over layers of the busiest rank's, which bound the time because all ranks wait for it.
@@ -182,4 +183,9 @@ def cost_table(table: pd.DataFrame) -> pd.DataFrame:
         "busiestRows": work.rows.busiest.max(axis=1, initial=0),
         "rank0Rows": work.rows.rank0.sum(axis=1),
     }
+    columns |= {name: metric(work) for name, metric in METRICS.items()}
     return pd.DataFrame(columns, index=table.index)
+
+
+METRICS: Mapping[str, Callable[[Work], Array]] = added("METRICS", {})
+"""Further columns of `cost_table`, of the user's own: name -> function of the table's Work, [N]."""

@@ -19,6 +19,7 @@ from workbench.model.timemodel import CaseArrays
 from workbench.planning import arithmetic as pa
 from workbench.planning.reference import MokConfig
 from workbench.planning.reference_table import dist_moe_table
+from workbench.systems import SYSTEMS
 
 Array = npt.NDArray[Any]
 GIB = 2.0**30
@@ -65,7 +66,8 @@ def memory_amounts(cases: CaseArrays, group: Group) -> tuple[dict[str, Array], d
     planned: dict[str, Array] = {}
     if mxfp8:
         pieces[f"mxfp8_copies_{group.backend}"] = routed
-    if group.backend == "dist_moe":
+    system = SYSTEMS[group.pipeline]
+    if system.reserves == "slot":
         pieces["token_buffers"] = layers * T * D
         pieces["backward_tokens"] = T * D * training
         pieces["backward_columns"] = T * F * training
@@ -85,11 +87,9 @@ def memory_amounts(cases: CaseArrays, group: Group) -> tuple[dict[str, Array], d
         )
         planned["slot"] = plan["total_activation_bytes"] / GIB
         planned["scratch"] = plan["device_scratch_bytes"] / GIB
-    if group.backend == "mok":
+    if system.reserves == "rows":
         capacity = cases.scratchFactor * T * K
-        kept = pa.mok_retained_rows(
-            np.floor(cases.slotFactor * T * K + 0.5).astype(np.int64), MokConfig.minibatch_rows
-        )
+        kept = pa.mok_retained_rows(pa.asked_rows(cases.slotFactor, T, K), MokConfig.minibatch_rows)
         pieces[f"row_buffers_D_{group.precision}"] = capacity * D
         pieces[f"row_buffers_F_{group.precision}"] = capacity * F
         pieces["row_gradients_D"] = capacity * D * training
@@ -136,7 +136,7 @@ def memory_terms(table: pd.DataFrame, constants: Mapping[str, float]) -> pd.Data
 
 def predict_memory(cases: CaseArrays, group: Group, constants: Mapping[str, float]) -> Array:
     """Peak allocated GiB of the cases of one group, [N]; NaN without constants."""
-    if not constants or group.backend not in ("dist_moe", "mok"):
+    if not constants or not SYSTEMS[group.pipeline].published:
         return np.full(len(cases.ep), np.nan)
     planned, pieces = memory_amounts(cases, group)
     total = np.zeros(len(cases.ep))

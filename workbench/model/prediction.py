@@ -21,8 +21,8 @@ from workbench.model.memory import GIB, predict_memory
 from workbench.model.roofline import FLOORS
 from workbench.model.timemodel import CaseArrays, Terms, layer_terms, predict_times
 from workbench.planning import arithmetic as pa
-from workbench.planning.reference_table import HIDDEN_MULTIPLE
 from workbench.records.schema import METRICS
+from workbench.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from workbench.model.calibration import Calibration, HeldOut
@@ -201,13 +201,15 @@ def _refuse_unknown(table: pd.DataFrame, groups: dict[Group, Array]) -> None:
         raise InputError(f"pipeline={found} is unknown to the time model")
 
 
+def _multiple(group: Group) -> int:
+    return SYSTEMS[group.pipeline].hidden_multiple if group.pipeline else 1
+
+
 def _undivided(cases: CaseArrays, group: Group, rows: Array) -> Array:
-    """Whether dist_moe refuses the widths of cases, [N]."""
-    if group.backend != "dist_moe":
-        return np.zeros(len(rows), bool)
-    D, F = cases.D[rows], cases.F[rows]
-    bad = D % HIDDEN_MULTIPLE != 0
-    if group.precision == "mxfp8":
+    """Whether a system refuses the widths of cases, [N]."""
+    system, D, F = SYSTEMS[group.pipeline], cases.D[rows], cases.F[rows]
+    bad = D % system.hidden_multiple != 0
+    if system.hidden_multiple > 1 and group.precision == "mxfp8":
         bad = bad | (D % pa.MX_BLOCK != 0) | (F % pa.MX_BLOCK != 0)
     return np.asarray(bad)
 
@@ -221,10 +223,10 @@ def _runs(
         hardware.block_scaled and np.isfinite(hardware.peak_or_nan(group.precision))
     )
     beyond = part.ep > hardware.scale_up_domain
-    if group.pipeline == "alltoall" and hardware.nic_gbit_s is not None:
+    if not SYSTEMS[group.pipeline].peer_memory and hardware.nic_gbit_s is not None:
         beyond = np.zeros_like(beyond)
     overflow = np.zeros_like(beyond)
-    if group.backend == "dist_moe":
+    if SYSTEMS[group.pipeline].reserves == "slot":
         capacity = pa.dist_moe_rows(
             part.T,
             part.K,
@@ -271,7 +273,7 @@ def _reasons(
                     4: f"{group} needs more than the {hardware.hbm_gb:g} GB of {hardware.name}",
                     5: f"no record of {group} in the calibration, only of "
                     + ", ".join(map(str, calibration.groups)),
-                    UNDIVIDED: f"{group} needs D divisible by {HIDDEN_MULTIPLE}"
+                    UNDIVIDED: f"{group} needs D divisible by {_multiple(group)}"
                     + (f", and D and F by {pa.MX_BLOCK}" if group.precision == "mxfp8" else ""),
                     UNCOUNTED: "needs more than 2**53 bytes",
                 }[refusal]

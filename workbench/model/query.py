@@ -13,20 +13,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from workbench.case import CATEGORIES, MODES, PIPELINES, STUDY_SHAPE, Case, parse_id
+from workbench.case import CATEGORIES, STUDY_SHAPE, Case, parse_id
 from workbench.errors import InputError
 from workbench.hardware import Hardware, known_devices, load_hardware
 from workbench.model.calibration import Calibration
+from workbench.systems import MODES, PIPELINES, SYSTEMS, TRIPLES
 
 _KINDS: Mapping[str, Any] = {
     field.name: field.type for field in fields(Case) if field.name not in ("layers", "factors")
 }
-_SYSTEMS = [system for known in PIPELINES.values() for system in known.items()]
 _KNOWN: Mapping[str, Sequence[str]] = {
     "backend": list(PIPELINES),
     "mode": MODES,
-    "precision": list(dict.fromkeys(p for _, precisions in _SYSTEMS for p in precisions)),
-    "pipeline": [pipeline for pipeline, _ in _SYSTEMS],
+    "precision": list(dict.fromkeys(precision for _, _, precision in TRIPLES)),
+    "pipeline": list(SYSTEMS),
     "category": CATEGORIES,
 }
 """Fields that take one of a few words; another word is no point of a grid but a slip."""
@@ -124,12 +124,10 @@ def _value(name: str, text: str) -> Any:
 def _case(point: dict[str, Any]) -> Case:
     stated = dict(point)
     pipeline = stated.get("pipeline")
-    owners = [backend for backend, known in PIPELINES.items() if pipeline in known]
-    if len(owners) == 1:
-        backend = stated.setdefault("backend", owners[0])
-        precisions = PIPELINES.get(backend, {}).get(str(pipeline), ())
-        if len(precisions) == 1:
-            stated.setdefault("precision", precisions[0])
+    system = SYSTEMS.get(str(pipeline))
+    if system is not None and stated.setdefault("backend", system.backend) == system.backend:
+        if len(system.precisions) == 1:
+            stated.setdefault("precision", *system.precisions)
     if stated.get("profile") is not None:
         stated["category"] = "packing"
     missing = [

@@ -29,11 +29,10 @@ import numpy.typing as npt
 import pandas as pd
 
 from workbench.hardware import Hardware
-from workbench.model.coefficients import MEGA, Group
+from workbench.model.coefficients import Group
 from workbench.model.cost import (
     BF16_BYTES,
     MXFP8_BYTES,
-    dispatches_mxfp8,
     expert_flop,
     experts_read,
     hbm_bytes,
@@ -45,6 +44,7 @@ from workbench.planning import arithmetic as pa
 from workbench.planning.case_plan import CasePlans
 from workbench.planning.reference import MokConfig
 from workbench.routing import rank_rows
+from workbench.systems import SYSTEMS
 
 Array = npt.NDArray[Any]
 Values = Mapping[str, Array | float]
@@ -179,8 +179,8 @@ def layer_terms(
 
     rows = rank_rows(T=each(T), K=each(K), ep=each(ep), factor=factor)
     busiest = rows.busiest
-    tile = pa.MOK_EXPERT_ROWS if group.backend == "mok" else pa.DIST_MOE_EXPERT_ROWS
-    padded = pa.evenly_padded_rows(busiest, each(experts), tile)
+    system = SYSTEMS[group.pipeline]
+    padded = pa.evenly_padded_rows(busiest, each(experts), system.tile_rows)
     relative = busiest / each(T * K)
     total = busiest if single else np.add.reduceat(busiest, start)
 
@@ -192,8 +192,9 @@ def layer_terms(
     params = read * each(3.0 * D * F / hbm)
     weight_bytes = MXFP8_BYTES if mxfp8 else BF16_BYTES
 
-    quantised = dispatches_mxfp8(group.backend, mxfp8, training)
-    there_bytes, back_bytes = wire_row_bytes(D=D, training=training, quantised_dispatch=quantised)
+    there_bytes, back_bytes = wire_row_bytes(
+        group.pipeline, group.precision, D=D, training=training
+    )
     ratio = each(there_bytes / back_bytes)
     remote = (1 - 1 / ep) * D * BF16_BYTES
     back = link_ms(busiest * each(remote), each(ep), hardware)
@@ -260,20 +261,21 @@ def layer_terms(
 def _beyond_capacity(
     cases: CaseArrays, group: Group, case: Array, rank0: Array, experts: Array, load: Array
 ) -> tuple[Array, Array]:
-    """(rows that mok replays, whether dist_moe recomputes) in backward, per layer [M]; `load` [N]
-    is the largest load of any rank in any layer, over the mean."""
+    """(rows that are replayed, whether the layer is recomputed) in backward, per layer [M]; `load`
+    [N] is the largest load of any rank in any layer, over the mean."""
     none = np.zeros(len(case))
-    if group.backend == "mok":
-        asked = np.floor(cases.slotFactor * cases.T * cases.K + 0.5).astype(np.int64)
+    system = SYSTEMS[group.pipeline]
+    if system.reserves == "rows":
+        asked = pa.asked_rows(cases.slotFactor, cases.T, cases.K)
         kept = pa.mok_retained_rows(asked, MokConfig.minibatch_rows)
-        padded = pa.evenly_padded_rows(rank0, experts[case], pa.MOK_EXPERT_ROWS)
+        padded = pa.evenly_padded_rows(rank0, experts[case], system.padding(group.precision))
         replayed = pa.mok_replay_rows(padded, kept[case])
         return np.where(cases.training[case], replayed, 0), none
     # One layer whose load is within a slot of at least 1 fits; only the others need a plan.
     fits = (cases.layers == 1) & (cases.slotFactor >= np.maximum(load, 1))
     planned = cases.training & ~fits
-    if group.backend == "dist_moe" and planned.any():
-        plans = CasePlans(table=cases.take(planned).frame(), backend="dist_moe")
+    if system.reserves == "slot" and planned.any():
+        plans = CasePlans(table=cases.take(planned).frame())
         again = none.copy()
         again[planned[case]] = plans.saved[2][plans.in_layers]
         return none, again
@@ -318,7 +320,7 @@ def predict_times(p: Values, terms: Terms, constants: Mapping[str, float]) -> Ti
     one_way = terms.back * link + p["link_fill_ms"] / 2
     dgrad = (grad / 2 + 2 * shared) * slow
     wgrad = grad / 2 * slow + weight
-    if terms.group == MEGA:
+    if SYSTEMS[terms.group.pipeline].hides_wgrad:
         layer = overlap((dgrad + wgrad) / 3, one_way, loss)
         layer = layer + overlap((dgrad + wgrad) * (2 / 3), one_way, loss)
     else:

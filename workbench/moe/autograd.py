@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from workbench.errors import InputError
 from workbench.moe.context import BACKWARD, FORWARD, Context, make_step
 from workbench.moe.step import Step
+from workbench.moe.weights import Weights
+from workbench.systems import SYSTEMS
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16)
 _SCORES = (torch.float32, torch.bfloat16)
@@ -47,15 +49,15 @@ def routed_experts(
     x_TD: Tensor,
     topk_ids_TK: Tensor,
     topk_scores_TK: Tensor,
-    w13_E2FD: Tensor,
-    w2_EDF: Tensor,
+    weights: Weights,
     context: Context,
 ) -> Tensor:
     """y_TD = sum over k, in k order and FP32, of score * w2[id] @ (silu(gate) * up), with
-    gate, up = w13[id] @ x split in half; differentiable in x, scores, w13 and w2.
+    gate, up = w13[id] @ x split in half; differentiable in x, scores and weights. A pipeline that
+    runs the shared expert itself (`System.hides_shared`) adds that of the weights, if they have it.
 
     Collective: every rank of the context's group makes the same calls in the same order. x and
-    both weights are contiguous and of the config's dtype, ids integers, distinct in a token and
+    the weights are contiguous and of the config's dtype, ids integers, distinct in a token and
     global; scores are float32 or bfloat16 and computed with in float32. A rank gives its own T
     tokens and the E / ep experts it owns; the one process of a virtual group gives all ranks'
     tokens, ep * T, one rank after the other, and all experts. Inputs are read, never written.
@@ -78,13 +80,13 @@ def routed_experts(
     """
     context.memory(context.group.hosted[0])
     _untransformed(x_TD)
-    given = (x_TD, topk_scores_TK, w13_E2FD, w2_EDF)
+    given = (x_TD, topk_scores_TK, *weights)
     saves = (
         context.config.training
         and torch.is_grad_enabled()
         and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
     )
-    y_TD: Tensor = _RoutedExperts.apply(*given, topk_ids_TK, context, saves)
+    y_TD: Tensor = _RoutedExperts.apply(topk_ids_TK, context, saves, *given)
     return y_TD
 
 
@@ -137,16 +139,15 @@ class _RoutedExperts(torch.autograd.Function):
     @torch.no_grad()
     def forward(
         ctx: Any,
-        x_TD: Tensor,
-        scores_TK: Tensor,
-        w13_E2FD: Tensor,
-        w2_EDF: Tensor,
         ids_TK: Tensor,
         context: Context,
         saves: bool,
+        x_TD: Tensor,
+        scores_TK: Tensor,
+        *given: Tensor | None,
     ) -> Tensor:
-        config = context.config
-        problem = _problem(context, x_TD, ids_TK, scores_TK, w13_E2FD, w2_EDF)
+        config, weights = context.config, Weights(*given)
+        problem = _problem(context, x_TD, ids_TK, scores_TK, weights)
         entry = context.take_entry(saves)
         if entry is None:
             problem = problem or (
@@ -155,7 +156,7 @@ class _RoutedExperts(torch.autograd.Function):
             )
             entry, saves = context.plan.entries - 1, False
         held = _Held(context, entry) if saves else None
-        steps = _steps(context, entry, saves, problem is None, w13_E2FD, w2_EDF)
+        steps = _steps(context, entry, saves, weights if problem is None else None)
         with context.expected():
             y_TD = torch.empty(
                 len(steps) * config.T,
@@ -177,11 +178,11 @@ class _RoutedExperts(torch.autograd.Function):
                 context.free_entry(entry)
             raise
         ctx.context, ctx.held, ctx.problem = context, held, problem
-        ctx.given = None if problem is None else (x_TD, scores_TK, w13_E2FD, w2_EDF)
+        ctx.given = None if problem is None else (x_TD, scores_TK, *weights)
         if problem is None:
             ctx.scores_dtype = scores_TK.dtype
         if held is not None:
-            ctx.save_for_backward(w13_E2FD, w2_EDF, _Ticket.tensor(held))
+            ctx.save_for_backward(_Ticket.tensor(held), *weights)
         return y_TD
 
     @staticmethod
@@ -203,7 +204,8 @@ class _RoutedExperts(torch.autograd.Function):
             raise InputError(
                 "create_graph=True must not reach routed_experts, which has no second derivative"
             )
-        w13_E2FD, w2_EDF, ticket = ctx.saved_tensors
+        ticket, *saved = ctx.saved_tensors
+        weights = Weights(*saved)
         entry, loan = ticket.tolist()
         if context.loan(entry) != loan:
             raise RuntimeError(
@@ -212,7 +214,7 @@ class _RoutedExperts(torch.autograd.Function):
                 f" (layers={config.layers} must count it)"
             )
         given = ctx.given
-        steps = _steps(context, entry, True, given is None, w13_E2FD, w2_EDF)
+        steps = _steps(context, entry, True, weights if given is None else None)
         T, E = config.T, config.local_experts
         with context.expected():
             dy_TD = dy_TD.contiguous()  # autograd gives any strides: a sum's gradient has none
@@ -220,15 +222,11 @@ class _RoutedExperts(torch.autograd.Function):
             dscores_TK = torch.empty(
                 dy_TD.shape[0], config.K, dtype=torch.float32, device=context.device
             )
-            lend = context.lender.empty_like
-            wanted = [given is None and want for want in ctx.needs_input_grad[2:4]]
-            dw13_E2FD = lend(w13_E2FD) if wanted[0] else None
-            dw2_EDF = lend(w2_EDF) if wanted[1] else None
+            gradients = _empty_gradients(context, weights, ctx.needs_input_grad[5:], given is None)
         for v, step in enumerate(steps):
             step.dy_TD, step.dx_TD = _part(dy_TD, v, T), _part(dx_TD, v, T)
             step.dscores_TK = _part(dscores_TK, v, T)
-            step.dw13_E2FD = None if dw13_E2FD is None else _part(dw13_E2FD, v, E)
-            step.dw2_EDF = None if dw2_EDF is None else _part(dw2_EDF, v, E)
+            step.gradients = gradients.of_rank(v, E)
         try:
             context.run(BACKWARD, steps, None)
         finally:
@@ -237,23 +235,32 @@ class _RoutedExperts(torch.autograd.Function):
             # The call met its peers and did nothing; `check` says why.
             nan = (
                 torch.full_like(tensor, torch.nan) if want else None
-                for tensor, want in zip(given, ctx.needs_input_grad, strict=False)
+                for tensor, want in zip(given, ctx.needs_input_grad[3:], strict=True)
             )
-            return *nan, None, None, None
-        return dx_TD, dscores_TK.to(ctx.scores_dtype), dw13_E2FD, dw2_EDF, None, None, None
+            return None, None, None, *nan
+        return None, None, None, dx_TD, dscores_TK.to(ctx.scores_dtype), *gradients.summed()
 
 
-def _steps(
-    context: Context, entry: int, saves: bool, weights: bool, w13_E2FD: Tensor, w2_EDF: Tensor
-) -> Sequence[Step]:
+def _steps(context: Context, entry: int, saves: bool, weights: Weights | None) -> Sequence[Step]:
     steps = []
     for v, rank in enumerate(context.group.hosted):
         step = make_step(context.config, context.memory(rank), context.executor, rank, entry, saves)
-        if weights:
-            step.w13_E2FD = _part(w13_E2FD, v, context.config.local_experts)
-            step.w2_EDF = _part(w2_EDF, v, context.config.local_experts)
+        if weights is not None:
+            step.weights = weights.of_rank(v, context.config.local_experts)
         steps.append(step)
     return steps
+
+
+def _empty_gradients(
+    context: Context, weights: Weights, wanted: Sequence[bool], runs: bool
+) -> Weights:
+    """Uninitialised, of the weights that want one; of the shared expert one for each rank that the
+    process hosts."""
+    hosted, lend = len(context.group.hosted), context.lender.empty_like
+    own = [w if want and runs else None for w, want in zip(weights, wanted, strict=True)]
+    routed = (None if w is None else lend(w) for w in own[:2])
+    shared = (None if w is None else w.new_empty(hosted, *w.shape) for w in own[2:])
+    return Weights(*routed, *shared)
 
 
 def _part(tensor: Tensor, v: int, length: int) -> Tensor:
@@ -265,20 +272,27 @@ def _problem(
     x_TD: Tensor,
     ids_TK: Tensor,
     scores_TK: Tensor,
-    w13_E2FD: Tensor,
-    w2_EDF: Tensor,
+    weights: Weights,
 ) -> str | None:
     """What is wrong with a rank's own inputs, as far as the host can see; None if nothing is."""
     c, dtype = context.config, getattr(torch, context.config.dtype)
     hosted = len(context.group.hosted)
     tokens, experts = hosted * c.T, hosted * c.local_experts
-    rules: tuple[tuple[str, Tensor, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
+    rules: tuple[tuple[str, Any, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
         ("x_TD", x_TD, (tokens, c.D), (dtype,)),
         ("topk_ids_TK", ids_TK, (tokens, c.K), _INTEGERS),
         ("topk_scores_TK", scores_TK, (tokens, c.K), _SCORES),
-        ("w13_E2FD", w13_E2FD, (experts, 2 * c.F, c.D), (dtype,)),
-        ("w2_EDF", w2_EDF, (experts, c.D, c.F), (dtype,)),
+        ("w13_E2FD", weights.w13_E2FD, (experts, 2 * c.F, c.D), (dtype,)),
+        ("w2_EDF", weights.w2_EDF, (experts, c.D, c.F), (dtype,)),
     )
+    if weights.shared_w13_2SFD is not None or weights.shared_w2_DSF is not None:
+        if not SYSTEMS[c.pipeline].hides_shared:
+            return f"shared expert must not be given: pipeline={c.pipeline!r} does not run it"
+        width = getattr(weights.shared_w2_DSF, "shape", (c.F,))[-1]
+        rules += (
+            ("shared_w13_2SFD", weights.shared_w13_2SFD, (2 * width, c.D), (dtype,)),
+            ("shared_w2_DSF", weights.shared_w2_DSF, (c.D, width), (dtype,)),
+        )
     for name, value, shape, dtypes in rules:
         if not isinstance(value, Tensor):
             return f"{name}={type(value).__name__} must be a tensor"

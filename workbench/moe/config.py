@@ -5,9 +5,10 @@ from typing import Any
 
 from workbench.case import Case
 from workbench.errors import InputError, check_number, check_whole, one_line
+from workbench.systems import MODES, SYSTEMS
 
-MODES = ("training", "inference")
-PIPELINES = ("standard", "alltoall")
+PIPELINES = tuple(s.pipeline for s in SYSTEMS.values() if s.module)
+"""Those that our layer has."""
 DTYPES = {"bfloat16": 2, "float32": 4}
 """Bytes of an element; float32 is there for tests."""
 VALIDATE = ("always", "first", "never")
@@ -84,7 +85,7 @@ class MoEConfig:
 
     @classmethod
     def from_case(cls, case: Case, **given: Any) -> "MoEConfig":
-        """The context that runs a BF16 case of `standard` or `alltoall`; `given` overrides."""
+        """The context that runs a BF16 case of one of PIPELINES; `given` overrides."""
         _check(case.precision == "bf16", "precision", case.precision, "must be bf16 here")
         config = cls(
             T=case.T,
@@ -104,7 +105,7 @@ class MoEConfig:
 
 def runs(case: Case) -> bool:
     """Whether our layer runs a case's pipeline in its precision."""
-    return case.pipeline in PIPELINES and case.precision == "bf16"
+    return case.precision in SYSTEMS[case.pipeline].tolerance
 
 
 def _check(ok: bool, field: str, value: object, rule: str) -> None:

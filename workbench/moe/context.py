@@ -26,6 +26,8 @@ from workbench.moe.group import PeerGroup, VirtualGroup
 from workbench.moe.pages import Lender
 from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Part, Phase, load_pipeline
 from workbench.moe.step import Executor, RankMemory, Step, splits
+from workbench.moe.weights import Weights
+from workbench.systems import SYSTEMS
 
 FORWARD, BACKWARD = 0, 1
 
@@ -122,23 +124,6 @@ class Context:
     def counts(self, entry: int) -> Tensor:
         """Rows that each rank sent to each expert in the last forward of `entry`, int64 [P, E]."""
         return self.memory(self.group.hosted[0]).own(f"counts_PE.{entry}").clone()
-
-    def poison(self) -> None:
-        """Fills all but words and what awaits a backward with NaN; a test aid."""
-        kept = [r for r in self.plan.regions.values() if self._keeps(r.name, r.part)]
-        for rank in self.group.hosted:
-            arena_B = self.memory(rank).arena_B
-            before_B = arena_B.clone()
-            arena_B.fill_(0xFF)
-            for region in kept:
-                part = slice(region.offset, region.offset + region.nbytes)
-                arena_B[part] = before_B[part]
-
-    def _keeps(self, name: str, part: str) -> bool:
-        entry = name.rpartition(".")[2]
-        return (part in ("words", "slot") and (part == "words" or bool(self._held))) or (
-            entry.isdigit() and int(entry) in self._held
-        )
 
     def check(self) -> None:
         """Raises what ranks agreed was wrong since the last check; the same on every rank."""
@@ -273,7 +258,7 @@ def create_context(config: MoEConfig, group: PeerGroup) -> Context:
     """
     if config.ep != group.size:
         problem: str | None = f"ep={config.ep} must be the size of the group, {group.size}"
-    elif config.pipeline != "alltoall" and not group.sees_peers:
+    elif SYSTEMS[config.pipeline].peer_memory and not group.sees_peers:
         problem = (
             f"pipeline={config.pipeline!r} must have a group that sees its peers' memory, which"
             f" group={group.kind!r} does not; use 'alltoall'"
@@ -319,10 +304,8 @@ def dry_run(config: MoEConfig, kind: int) -> list[Logged]:
                     entry=0,
                     saves=config.training,
                 )
-                step.x_TD, step.ids_TK, step.scores_TK, step.w13_E2FD, step.w2_EDF = fake_inputs(
-                    config
-                )
-                add_outputs(step, kind, weights=(True, True))
+                step.x_TD, step.ids_TK, step.scores_TK, step.weights = fake_inputs(config)
+                add_outputs(step, kind)
                 if isinstance(part, Phase):
                     part.run(step)
     return log.log
@@ -342,20 +325,22 @@ def make_step(
     )
 
 
-def fake_inputs(config: MoEConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised inputs of one rank: x, ids, scores, w13, w2."""
+def fake_inputs(config: MoEConfig) -> tuple[Tensor, Tensor, Tensor, Weights]:
+    """Uninitialised inputs of one rank: x, ids, scores, weights."""
     c, dtype = config, getattr(torch, config.dtype)
     return (
         torch.empty(c.T, c.D, dtype=dtype),
         torch.empty(c.T, c.K, dtype=torch.int64),
         torch.empty(c.T, c.K, dtype=torch.float32),
-        torch.empty(c.local_experts, 2 * c.F, c.D, dtype=dtype),
-        torch.empty(c.local_experts, c.D, c.F, dtype=dtype),
+        Weights(
+            torch.empty(c.local_experts, 2 * c.F, c.D, dtype=dtype),
+            torch.empty(c.local_experts, c.D, c.F, dtype=dtype),
+        ),
     )
 
 
-def add_outputs(step: Step, kind: int, weights: tuple[bool, bool]) -> None:
-    """Uninitialised outputs of a call; `weights` says whether w13 and w2 want a gradient."""
+def add_outputs(step: Step, kind: int) -> None:
+    """Uninitialised outputs of a call that wants every gradient."""
     c, dtype = step.config, getattr(torch, step.config.dtype)
     if kind == FORWARD:
         step.y_TD = torch.empty(c.T, c.D, dtype=dtype)
@@ -363,10 +348,7 @@ def add_outputs(step: Step, kind: int, weights: tuple[bool, bool]) -> None:
     step.dy_TD = torch.empty(c.T, c.D, dtype=dtype) if step.dy_TD is None else step.dy_TD
     step.dx_TD = torch.empty(c.T, c.D, dtype=dtype)
     step.dscores_TK = torch.empty(c.T, c.K, dtype=torch.float32)
-    if weights[0]:
-        step.dw13_E2FD = torch.empty(c.local_experts, 2 * c.F, c.D, dtype=dtype)
-    if weights[1]:
-        step.dw2_EDF = torch.empty(c.local_experts, c.D, c.F, dtype=dtype)
+    step.gradients = fake_inputs(c)[-1]
 
 
 __all__ = ["BACKWARD", "FORWARD", "Context", "VirtualGroup", "create_context", "dry_run"]

@@ -13,6 +13,8 @@ from workbench.errors import InputError
 from workbench.moe.autograd import routed_experts
 from workbench.moe.context import Context, create_context
 from workbench.moe.group import CollectiveGroup, NvlinkGroup, SharedGroup, VirtualGroup
+from workbench.moe.weights import Weights
+from workbench.systems import SYSTEMS
 
 __all__ = [
     "CollectiveGroup",
@@ -21,6 +23,7 @@ __all__ = [
     "NvlinkGroup",
     "SharedGroup",
     "VirtualGroup",
+    "Weights",
     "create_context",
     "routed_experts",
 ]
@@ -116,11 +119,15 @@ class MoELayer(nn.Module):
             scores_TK = _rows(topk_scores_TK, torch.float32 if casts else None)
             if ids_TK is None and scores_TK is None and fits:
                 ids_TK, scores_TK = self.route(x_TD)
-            y_TD = routed_experts(x_TD, ids_TK, scores_TK, self.w13_E2FD, self.w2_EDF, self.context)
+            shared, inside = self.shared, SYSTEMS[c.pipeline].hides_shared
+            weights = Weights(self.w13_E2FD, self.w2_EDF)
+            if shared is not None and inside:
+                weights = Weights(*weights[:2], shared.w13_2FD, shared.w2_DF)
+            y_TD = routed_experts(x_TD, ids_TK, scores_TK, weights, self.context)
             if not fits:
                 return y_TD
-            if self.shared is not None:
-                y_TD = y_TD + self.shared(x_TD)
+            if shared is not None and not inside:
+                y_TD = y_TD + shared(x_TD)
             return y_TD.view(x.shape)
 
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from workbench.kernels.peers import Kept, Peers
 from workbench.moe.arena import OursPlan
 from workbench.moe.config import MoEConfig
+from workbench.moe.weights import NO_WEIGHTS, Weights
 
 
 class Executor(Protocol):
@@ -114,14 +115,12 @@ class Step:
     x_TD: Tensor | None = None
     ids_TK: Tensor | None = None
     scores_TK: Tensor | None = None
-    w13_E2FD: Tensor | None = None
-    w2_EDF: Tensor | None = None
+    weights: Weights = NO_WEIGHTS
     y_TD: Tensor | None = None
     dy_TD: Tensor | None = None
     dx_TD: Tensor | None = None
     dscores_TK: Tensor | None = None
-    dw13_E2FD: Tensor | None = None
-    dw2_EDF: Tensor | None = None
+    gradients: Weights = NO_WEIGHTS
 
     def launch(self, op: str, **arguments: Any) -> None:
         self.executor.launch(op, self.rank, arguments)

@@ -29,11 +29,12 @@ class PlanError(InputError):
     """A workload or capacity that cannot be planned; says field, value and rule."""
 
 
-def align_up(amount: ArrayLike, multiple: int = ALIGNMENT_BYTES) -> IntArray:
+def align_up(amount: ArrayLike, multiple: ArrayLike = ALIGNMENT_BYTES) -> IntArray:
     """`amount` rounded up to a multiple of `multiple`, as int64."""
-    units = np.asarray(amount, np.int64) + (multiple - 1)
-    units //= multiple  # in place: tables of rows per expert run to hundreds of MB
-    return units * multiple
+    unit = np.asarray(multiple, np.int64)
+    units: IntArray = np.asarray(amount, np.int64) + (unit - 1)
+    units //= unit  # in place: tables of rows per expert run to hundreds of MB
+    return units * unit
 
 
 def padded_rows(rows_per_expert: ArrayLike, multiple: int) -> IntArray:
@@ -50,7 +51,7 @@ def padded_rows(rows_per_expert: ArrayLike, multiple: int) -> IntArray:
     return align_up(rows, multiple).sum(axis=-1, dtype=np.int64)
 
 
-def evenly_padded_rows(rows: ArrayLike, E_local: ArrayLike, multiple: int) -> IntArray:
+def evenly_padded_rows(rows: ArrayLike, E_local: ArrayLike, multiple: ArrayLike) -> IntArray:
     """`padded_rows` of `rows` spread evenly over E_local experts, the first taking the remainder.
 
     Elementwise, so a table need not hold its rows per expert.

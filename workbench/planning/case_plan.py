@@ -7,6 +7,7 @@ rank's experts, rank 0 hot. The unfused baseline reserves nothing in advance; it
 Legend: N cases, L layers, T tokens per GPU, K experts per token.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from workbench.case import Case, case_table
+from workbench.case import Case
 from workbench.moe.arena import OursPlan, plan_ours
 from workbench.moe.config import MoEConfig, runs
 from workbench.planning import arithmetic as pa
@@ -29,23 +30,23 @@ from workbench.planning.reference import (
 )
 from workbench.planning.reference_table import dist_moe_table
 from workbench.routing import Workloads, rows_by_expert
+from workbench.systems import SYSTEMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class CasePlans(Workloads):
-    """Plans of a table whose cases are all of one backend, dist_moe or mok. Arrays are [N], or
-    [N, L] where said, 0 beyond a case's own layers. Raises InputError for what cannot be planned.
-    """
-
-    backend: str
+    """Plans of a table; what only some systems have may be asked for if all cases are of such.
+    Arrays are [N], or [N, L] where said, 0 beyond a case's own layers. Raises InputError for what
+    cannot be planned."""
 
     def padded(self, rows: IntArray) -> IntArray:
-        """`rows` [N, L] as the backend pads them per expert: mok 256, dist_moe MXFP8 128."""
-        experts = (self.ints("E") // self.ints("ep"))[:, None]
-        if self.backend == "mok":
-            return pa.evenly_padded_rows(rows, experts, pa.MOK_EXPERT_ROWS)
-        to_128 = pa.evenly_padded_rows(rows, experts, pa.DIST_MOE_EXPERT_ROWS)
-        return np.where(self.mxfp8[:, None], to_128, rows)
+        """`rows` [N, L] as the systems pad them per expert."""
+        multiple = np.ones(len(self.table), np.int64)
+        systems = self.table.groupby(["pipeline", "precision"], observed=True).indices
+        for (pipeline, precision), chosen in systems.items():
+            multiple[chosen] = SYSTEMS[pipeline].padding(precision)
+        experts = self.ints("E") // self.ints("ep")
+        return pa.evenly_padded_rows(rows, experts[:, None], multiple[:, None])
 
     @cached_property
     def dist_moe(self) -> dict[str, Any]:
@@ -113,6 +114,28 @@ class CasePlans(Workloads):
         replay = pa.mok_replay_rows(self.padded(self.rows.rank0), self.retained_rows[:, None])
         return np.where(self.in_layers & self.training[:, None], replay, 0)
 
+    def bounds(self, reserves: str) -> dict[str, Any]:
+        """Those of PLAN_COLUMNS that systems which set aside a slot, or rows, have; each [N]."""
+        found: dict[str, Any] = {
+            "busiestPaddedRows": self.padded(self.rows.busiest).max(axis=1, initial=0)
+        }
+        if reserves == "slot":
+            saved0, saved1, recomputed = self.saved
+            return found | {
+                "slotBytes": self.dist_moe["activation_slot_bytes"],
+                "minimumSlotBytes": self.dist_moe["minimum_activation_slot_bytes"],
+                "scratchBytes": self.dist_moe["device_scratch_bytes"],
+                "scratchRows": self.dist_moe["device_scratch_capacity_rows"],
+                "savedRank0Bytes": saved0.sum(axis=1),
+                "maxSavedRankBytes": np.maximum(saved0.sum(axis=1), saved1.sum(axis=1)),
+                "recomputedLayers": recomputed.sum(axis=1),
+            }
+        return found | {
+            "requestedRowsPerLayer": self.requested_rows,
+            "retainedRowsPerLayer": self.retained_rows,
+            "totalReplayRows": self.replay_rows.sum(axis=1),
+        }
+
 
 PLAN_COLUMNS = (
     "slotBytes",
@@ -136,56 +159,23 @@ def plan_table(table: pd.DataFrame) -> pd.DataFrame:
     hard bound of dist_moe on `busiestPaddedRows`, the most rows of any rank and layer.
     """
     planned = {name: np.full(len(table), np.nan) for name in PLAN_COLUMNS}
-    for backend in ("dist_moe", "mok"):
-        chosen = (table["backend"] == backend).to_numpy()
-        plans = CasePlans(table=table[chosen], backend=backend)
-        found: dict[str, Any] = {
-            "busiestPaddedRows": plans.padded(plans.rows.busiest).max(axis=1, initial=0)
-        }
-        if backend == "dist_moe":
-            saved0, saved1, recomputed = plans.saved
-            found |= {
-                "slotBytes": plans.dist_moe["activation_slot_bytes"],
-                "minimumSlotBytes": plans.dist_moe["minimum_activation_slot_bytes"],
-                "scratchBytes": plans.dist_moe["device_scratch_bytes"],
-                "scratchRows": plans.dist_moe["device_scratch_capacity_rows"],
-                "savedRank0Bytes": saved0.sum(axis=1),
-                "maxSavedRankBytes": np.maximum(saved0.sum(axis=1), saved1.sum(axis=1)),
-                "recomputedLayers": recomputed.sum(axis=1),
-            }
-        else:
-            found |= {
-                "requestedRowsPerLayer": plans.requested_rows,
-                "retainedRowsPerLayer": plans.retained_rows,
-                "totalReplayRows": plans.replay_rows.sum(axis=1),
-            }
-        for name, values in found.items():
+    for reserves, chosen in reserving(table["pipeline"]).items():
+        for name, values in CasePlans(table=table.iloc[chosen]).bounds(reserves).items():
             planned[name][chosen] = values
     return pd.DataFrame(planned, index=table.index)
 
 
-def layer_table(case: Case) -> pd.DataFrame:
-    """One row per layer of a case, for rank 0: `factor`, `rows` received, `paddedRows` scheduled,
-    and, as the backend has them, `savedBytes` and `recomputed` or `retainedRows` and `replayRows`.
-    """
-    columns: dict[str, Any] = {"layer": range(case.layers), "factor": case.factors}
-    plans = CasePlans(table=case_table([case]), backend=case.backend)
-    columns["rows"] = plans.rows.rank0[0]
-    columns["paddedRows"] = plans.padded(plans.rows.rank0)[0]
-    if case.backend == "dist_moe":
-        saved, _, recomputed = plans.saved
-        columns |= {"savedBytes": saved[0], "recomputed": recomputed[0]}
-    elif case.backend == "mok":
-        replay = plans.replay_rows[0]
-        columns |= {"retainedRows": columns["paddedRows"] - replay, "replayRows": replay}
-    return pd.DataFrame(columns)
+def reserving(pipelines: Iterable[str]) -> dict[str, IntArray]:
+    """Positions of the cases that set aside a slot and of those that set aside rows, by which."""
+    kinds = np.array([SYSTEMS[pipeline].reserves for pipeline in pipelines])
+    return {kind: np.flatnonzero(kinds == kind) for kind in ("slot", "rows")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A case's memory plan. `reference` is what the published system reserves, None for the
-    unfused baseline, which plans nothing; `ours` is what our own layer allocates for it, None for
-    a pipeline and precision that it does not run."""
+    """A case's memory plan. `reference` is what the published system reserves, None for a system
+    that reserves nothing, or of which nobody says; `ours` is what our own layer allocates for it,
+    None for a pipeline and precision that it does not run."""
 
     reference: DistMoEPlan | MokPlan | None
     ours: OursPlan | None
@@ -199,11 +189,11 @@ class Plan:
 def plan_case(case: Case) -> Plan:
     """The plan of one case. Raises InputError for what its system refuses."""
     ours = plan_ours(MoEConfig.from_case(case)) if runs(case) else None
-    if case.backend == "mok":
-        return Plan(reference=_plan_mok(case), ours=ours)
-    if case.backend == "dist_moe":
-        return Plan(reference=_plan_dist_moe(case), ours=ours)
-    return Plan(reference=None, ours=ours)
+    reserves = SYSTEMS[case.pipeline].reserves
+    if reserves == "none":
+        return Plan(reference=None, ours=ours)
+    plan = _plan_mok if reserves == "rows" else _plan_dist_moe
+    return Plan(reference=plan(case), ours=ours)
 
 
 def _plan_mok(case: Case) -> MokPlan:

@@ -11,6 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from workbench.case import CATEGORIES
+from workbench.extensions import added
 from workbench.hardware import Hardware
 from workbench.records.protocols import protocols
 from workbench.report import figures_model, figures_packing, tables
@@ -274,7 +275,7 @@ class FigureSpec:
     """Whether it shows times or rates: then the protocol that ran stands below its title."""
 
 
-FIGURES: dict[str, FigureSpec] = {
+_OURS = {
     "headline": FigureSpec(
         title="Headline",
         function=headline,
@@ -358,6 +359,10 @@ FIGURES: dict[str, FigureSpec] = {
         timed=False,
     ),
 }
+
+
+FIGURES: dict[str, FigureSpec] = added("FIGURES", _OURS, FigureSpec)
+"""Every figure of a report, by name; those of the user's own come last."""
 
 
 def all_figures(

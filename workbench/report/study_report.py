@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 import workbench
 from workbench.errors import InputError
@@ -22,6 +22,7 @@ from workbench.records.protocols import measured_how
 from workbench.records.results import REFERENCE, export_results, load_table
 from workbench.report.export import FORMATS, Exported, Format, export_figures
 from workbench.report.figures import all_figures
+from workbench.systems import TRIPLES
 
 FILTERS = ("ep", "mode", "backend", "precision", "category")
 
@@ -40,13 +41,23 @@ class ReportParameters(BaseModel):
     results: str = ""
     ep: list[int] = []
     mode: list[Literal["inference", "training"]] = []
-    backend: list[Literal["dist_moe", "mok", "baseline"]] = []
-    precision: list[Literal["bf16", "mxfp8"]] = []
+    backend: list[str] = []
+    precision: list[str] = []
     category: list[Literal["single_layer", "width", "packing"]] = []
     formats: list[Format] = list(FORMATS)
     hardware: str = ""
     hardware_file: str = ""
     out_dir: str = ""
+
+    @field_validator("backend", "precision")
+    @classmethod
+    def _known(cls, values: list[str], field: ValidationInfo) -> list[str]:
+        at = 0 if field.field_name == "backend" else 2
+        known = dict.fromkeys(system[at] for system in TRIPLES)
+        for value in values:
+            if value not in known:
+                raise ValueError(f"{value!r} must be one of {', '.join(known)}")
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,7 +266,7 @@ def packing_layers(table: pd.DataFrame) -> pd.DataFrame:
     for _, cases in found.groupby(keys, sort=True, dropna=False):
         mok, dist = (cases[cases["backend"] == name] for name in ("mok", "dist_moe"))
         row = cases.iloc[0]
-        plans = CasePlans(table=(mok if len(mok) else cases).iloc[[0]], backend="mok")
+        plans = CasePlans(table=(mok if len(mok) else cases).iloc[[0]])
         frame = pd.DataFrame({"layer": np.arange(1, row["layers"] + 1), "factor": row["factors"]})
         frame[keys[:3]] = row["mode"], row["ep"], row["profile"]
         label = [f"EP {row['ep']}, profile {row['profile']}", *(f"{n} {row[n]}" for n in told)]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import plotly.graph_objects as go
 
+from workbench.systems import TRIPLES
+
 COLUMN = 336
 """Width of one column of a paper, 3.5 in or 89 mm, in px."""
 DOUBLE = 688
@@ -31,7 +33,7 @@ class Style:
     pattern: str
 
 
-STYLES: Mapping[tuple[str, str, str], Style] = {
+_LOOKS: Mapping[tuple[str, str, str], Style] = {
     ("dist_moe", "standard", "bf16"): Style(
         colour="#0072B2", symbol="circle", dash="solid", pattern=""
     ),
@@ -51,9 +53,23 @@ STYLES: Mapping[tuple[str, str, str], Style] = {
         colour="#CC79A7", symbol="cross", dash="longdashdot", pattern="+"
     ),
 }
-"""(backend, pipeline, precision) -> its look, the same in every figure; also the legend's order."""
-
 _OTHER_SYMBOLS = ("star", "hexagram-open", "pentagon", "bowtie-open", "hourglass", "hexagon-open")
+_OTHER_COLOURS = ("#117733", "#882255", "#332288", "#999933")
+
+
+def _other(n: int) -> Style:
+    """The look of the n-th system that has none of its own above."""
+    colour = _OTHER_COLOURS[n % len(_OTHER_COLOURS)]
+    symbol = _OTHER_SYMBOLS[n % len(_OTHER_SYMBOLS)]
+    return Style(colour=colour, symbol=symbol, dash="3px,1px", pattern="|")
+
+
+_OTHERS = [system for system in TRIPLES if system not in _LOOKS]
+STYLES: Mapping[tuple[str, str, str], Style] = {
+    system: _LOOKS[system] if system in _LOOKS else _other(_OTHERS.index(system))
+    for system in TRIPLES
+}
+"""(backend, pipeline, precision) -> its look, the same in every figure; also the legend's order."""
 
 PRECISIONS: Mapping[str, str] = {"bf16": "BF16", "mxfp8": "MXFP8"}
 LEGEND_TITLE = "system (backend, pipeline, precision)"

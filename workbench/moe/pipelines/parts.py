@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from workbench.moe.config import MoEConfig
+from workbench.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from workbench.moe.step import Step
@@ -88,5 +89,5 @@ class Pipeline:
 
 def load_pipeline(name: str) -> Pipeline:
     """The pipeline of a name in `config.PIPELINES`."""
-    found: Pipeline = import_module(f"workbench.moe.pipelines.{name}").PIPELINE
+    found: Pipeline = import_module(SYSTEMS[name].module).PIPELINE
     return found

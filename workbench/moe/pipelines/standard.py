@@ -10,7 +10,7 @@ score gradient is act . (dy @ w2) of a row: no route outputs are kept for it, no
 and it is right at a score of zero too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from workbench.moe.config import MoEConfig
@@ -58,7 +58,40 @@ def publish(s: "Step") -> None:
     )
 
 
-def experts(s: "Step") -> None:
+def dispatch(s: "Step", again: bool = False) -> None:
+    s.launch(
+        "dispatch_w13",
+        x=s.peers("x_TD"),
+        rank_R=s.own("rank_R"),
+        row_R=s.own("slot_R"),
+        divisor=s.config.K,
+        starts_e=s.own("starts_e"),
+        w13_E2FD=s.weights.w13_E2FD,
+        x_kept=s.kept("x_RD"),
+        h1=s.kept("h1_R2F"),
+        decision=s.decision,
+        again=again,
+    )
+
+
+def w2_dgrad(s: "Step") -> None:
+    s.launch(
+        "w2_dgrad",
+        dy=s.peers("dy_TD"),
+        rank_R=s.own("rank_R"),
+        row_R=s.own("slot_R"),
+        divisor=s.config.K,
+        starts_e=s.own("starts_e"),
+        w2_EDF=s.weights.w2_EDF,
+        decision=s.decision,
+        dy_RD=s.own("rows_RD"),
+        g_RF=s.own("g_RF"),
+    )
+
+
+def experts(s: "Step", dispatch: "Callable[[Step], None]" = dispatch) -> None:
+    """Route table, decision, and the experts' products; `dispatch` fetches rows and multiplies them
+    with W13."""
     s.launch(
         "route_table",
         ids=s.peers("ids_TK"),
@@ -91,28 +124,12 @@ def experts(s: "Step") -> None:
     s.launch(
         "w2_combine",
         act_RF=s.own("act_RF"),
-        w2_EDF=s.w2_EDF,
+        w2_EDF=s.weights.w2_EDF,
         starts_e=s.own("starts_e"),
         decision=s.decision,
         rank_R=s.own("rank_R"),
         row_R=s.own("slot_R"),
         out=s.peers("rows_TKD"),
-    )
-
-
-def dispatch(s: "Step", again: bool = False) -> None:
-    s.launch(
-        "dispatch_w13",
-        x=s.peers("x_TD"),
-        rank_R=s.own("rank_R"),
-        row_R=s.own("slot_R"),
-        divisor=s.config.K,
-        starts_e=s.own("starts_e"),
-        w13_E2FD=s.w13_E2FD,
-        x_kept=s.kept("x_RD"),
-        h1=s.kept("h1_R2F"),
-        decision=s.decision,
-        again=again,
     )
 
 
@@ -130,7 +147,11 @@ def publish_grad(s: "Step") -> None:
     s.launch("publish_grad", dy_TD=s.dy_TD, dy_out_TD=s.own("dy_TD"), head=s.own("head"))
 
 
-def experts_backward(s: "Step") -> None:
+def experts_backward(
+    s: "Step",
+    dispatch: "Callable[[Step, bool], None]" = dispatch,
+    w2_dgrad: "Callable[[Step], None]" = w2_dgrad,
+) -> None:
     s.launch(
         "decide_backward",
         heads=s.peers("head"),
@@ -139,20 +160,9 @@ def experts_backward(s: "Step") -> None:
         first_error=s.own("first_error"),
         error_text=s.own("error_text"),
     )
-    dispatch(s, again=True)
+    dispatch(s, True)
+    w2_dgrad(s)
     rank_R, slot_R, starts_e = s.own("rank_R"), s.own("slot_R"), s.own("starts_e")
-    s.launch(
-        "w2_dgrad",
-        dy=s.peers("dy_TD"),
-        rank_R=rank_R,
-        row_R=slot_R,
-        divisor=s.config.K,
-        starts_e=starts_e,
-        w2_EDF=s.w2_EDF,
-        decision=s.decision,
-        dy_RD=s.own("rows_RD"),
-        g_RF=s.own("g_RF"),
-    )
     s.launch(
         "swiglu_backward",
         h1=s.kept("h1_R2F"),
@@ -170,7 +180,7 @@ def experts_backward(s: "Step") -> None:
     s.launch(
         "w13_dgrad_combine",
         dh1=s.kept("h1_R2F"),
-        w13_E2FD=s.w13_E2FD,
+        w13_E2FD=s.weights.w13_E2FD,
         starts_e=starts_e,
         decision=s.decision,
         rank_R=rank_R,
@@ -181,26 +191,26 @@ def experts_backward(s: "Step") -> None:
 
 
 def w2_wgrad(s: "Step") -> None:
-    if s.dw2_EDF is not None:
+    if s.gradients.w2_EDF is not None:
         s.launch(
             "w2_wgrad",
             dy_RD=s.own("rows_RD"),
             act_RF=s.own("act_RF"),
             starts_e=s.own("starts_e"),
             decision=s.decision,
-            dw2_EDF=s.dw2_EDF,
+            dw2_EDF=s.gradients.w2_EDF,
         )
 
 
 def w13_wgrad(s: "Step") -> None:
-    if s.dw13_E2FD is not None:
+    if s.gradients.w13_E2FD is not None:
         s.launch(
             "w13_wgrad",
             x=s.kept("x_RD"),
             dh1=s.kept("h1_R2F"),
             starts_e=s.own("starts_e"),
             decision=s.decision,
-            dw13_E2FD=s.dw13_E2FD,
+            dw13_E2FD=s.gradients.w13_E2FD,
         )
 
 
