@@ -9,7 +9,7 @@ knows, peers' memory belongs to other processes, and the interpreter copies the 
 every tensor that it is given, over what peers write meanwhile.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,9 +103,6 @@ class Launch:
             }
         )
         self.kernel[(self.grid,)](**self.integers, **self.constants, **options)
-
-
-HostEntry = Callable[..., list[Launch]]
 
 
 def run(launches: Iterable[Launch]) -> None:

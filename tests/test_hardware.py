@@ -57,6 +57,7 @@ def test_every_device_is_listed_and_the_h200_copy_is_kept() -> None:
 
 def test_every_number_in_the_file_has_its_source_beside_it() -> None:
     text = (Path(__file__).parents[1] / "workbench/data/hardware.toml").read_text()
+    assert set(tomllib.loads(text)) == set(known_devices()) >= {"GB300", "B200", "H200"}
     for name, device in tomllib.loads(text).items():
         numbers = {k: v for k, v in device.items() if k not in ("title", "match")}
         assert all(number["source"].strip() for number in numbers.values())

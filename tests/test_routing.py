@@ -12,7 +12,6 @@ from workbench.routing import (
     route,
     rows_by_expert,
     rows_by_rank,
-    trace_routes,
 )
 
 IDS_OF_SEED_7 = [[[1, 0], [0, 5], [3, 2]], [[0, 4], [1, 6], [3, 2]]]
@@ -138,33 +137,3 @@ def test_each_layer_of_a_profile_has_its_factor():
     for layer, factor in enumerate(PROFILES["B"]):
         ids, scores = case_routes(case, layer, seed=3)
         _check_routes(ids, scores, T=64, K=6, E=64, ep=8, factor=factor)
-
-
-def test_trace_is_taken_as_it_is():
-    ids = np.arange(24).reshape(12, 2) % 8
-    scores = np.arange(24, dtype=np.float64).reshape(12, 2)
-    found = trace_routes(ids, scores, T=5, K=2, E=8, ep=2)
-    assert (found.ids.reshape(-1, 2) == ids[:10]).all()
-    assert (found.scores.reshape(-1, 2) == scores[:10]).all()
-    assert trace_routes(ids, T=6, K=2, E=8, ep=2).scores.shape == (2, 6, 2)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"T": 7}, r"trace shape=\[12, 2\] must be \[N, K=2\], N at least ep\*T=14"),
-        ({"E": 6}, r"trace id=6 of token 3 must be 0 to E-1=5"),
-        ({"T": "6"}, "T='6' must be an integer"),
-        ({"E": 7}, "E=7 must be divisible by ep=2"),
-        ({"ids": [[1], [2, 3]]}, "trace ids must be an array: "),
-        ({"ids": None}, r"trace shape=\[\] must be"),
-        ({"scores": [["a"]]}, "trace scores of dtype=<U1 must be numbers"),
-        ({"ids": np.ones((12, 2), int)}, r"trace ids=\[1, 1\] of token 0 must not repeat"),
-        ({"ids": np.ones((12, 2))}, r"trace dtype=float64 must be an integer type"),
-        ({"scores": np.full((12, 2), np.nan)}, r"trace scores of shape=\[12, 2\] must be finite"),
-    ],
-)
-def test_bad_traces_are_refused(change, message):
-    given = {"ids": np.arange(24).reshape(12, 2) % 8, "T": 6, "K": 2, "E": 8, "ep": 2} | change
-    with pytest.raises(InputError, match=message):
-        trace_routes(**given)

@@ -9,7 +9,7 @@ Legend: T tokens per GPU, K experts per token, E experts, ep ranks, L layers, N 
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -142,63 +142,6 @@ def case_routes(case: Case, layer: int = 0, seed: int = 0) -> Routes:
         factor=case.factors[layer],
         seed=seed * 1_000_003 + layer,
     )
-
-
-def trace_routes(
-    ids: npt.ArrayLike,
-    scores: npt.ArrayLike | None = None,
-    *,
-    T: int,
-    K: int,
-    E: int,
-    ep: int,
-    seed: int = 0,
-) -> Routes:
-    """Routing of a real trace: ids [N, K] of N tokens in order, of which the first ep * T are used.
-
-    Without scores [N, K], seeded ones are made. Raises InputError for a trace that is too short,
-    of another K, or has ids that are out of range or repeat in a token, or scores not finite.
-    """
-    seed = check_whole("seed", seed, 0, 2**63 - 1)
-    T, K, E, ep = _counts(T=T, K=K, E=E, ep=ep)
-    table, needed = _array("ids", ids), ep * T
-    if table.ndim != 2 or table.shape[1] != K or len(table) < needed:
-        raise InputError(
-            f"trace shape={list(table.shape)} must be [N, K={K}], N at least ep*T={needed}"
-        )
-    if not np.issubdtype(table.dtype, np.integer):
-        raise InputError(f"trace dtype={table.dtype} must be an integer type")
-    table = table[:needed]
-    bad = (table < 0) | (table >= E)
-    ordered = np.sort(table, axis=1)
-    if bad.any():
-        token, k = np.argwhere(bad)[0]
-        raise InputError(f"trace id={table[token, k]} of token {token} must be 0 to E-1={E - 1}")
-    if (repeats := (ordered[:, 1:] == ordered[:, :-1]).any(1)).any():
-        raise InputError(
-            f"trace ids={table[repeats.argmax()].tolist()} of token {repeats.argmax()}"
-            " must not repeat in a token"
-        )
-    chosen = table.astype(np.int32).reshape(ep, T, K)
-    if scores is None:
-        return Routes(chosen, _scores(np.random.PCG64(seed), ep, T, K))
-    weights = _array("scores", scores)
-    if weights.dtype.kind not in "iuf":
-        raise InputError(f"trace scores of dtype={weights.dtype} must be numbers")
-    with np.errstate(over="ignore"):
-        weights = weights.astype(np.float32)
-    if weights.shape[1:] != (K,) or len(weights) < needed or not np.isfinite(weights).all():
-        raise InputError(
-            f"trace scores of shape={list(weights.shape)} must be finite and [N, K={K}]"
-        )
-    return Routes(chosen, weights[:needed].reshape(ep, T, K))
-
-
-def _array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    try:
-        return np.asarray(values)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InputError(f"trace {name} must be an array: {error}") from None
 
 
 def _bits(random: np.random.PCG64, *shape: int) -> npt.NDArray[np.uint64]:

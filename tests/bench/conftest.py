@@ -27,6 +27,7 @@ def local_run(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
     told: list[Progress] = []
     folder: Path = tmp_path_factory.mktemp("local") / "run"
     sweep = open_sweep(folder, load_matrix("local"), settings=QUICK, ranks=2, limit_s=120)
+    assert len(sweep.cases) == 26
     final = run_sweep(sweep, told.append)
     records = {case.id: read_record(sweep.folder.record(case)) for case in sweep.cases}
     return LocalRun(sweep, told, final, records)

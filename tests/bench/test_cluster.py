@@ -249,7 +249,7 @@ def test_two_hosts_meet_by_rendezvous(
                 entered, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
-        time.sleep(0.5)
+        time.sleep(4)  # people start hosts one after the other, some seconds apart
     told = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [1, 1], told  # fused cases failed
     cases = load_matrix(matrix)

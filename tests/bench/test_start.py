@@ -119,7 +119,9 @@ def test_a_start_that_hangs_ends_at_its_own_limit(
 
 def test_all_that_a_start_depends_on_is_on_its_command_line(tmp_path: Path) -> None:
     job = Job(name="j", cases=(case(),), settings=SETTINGS, limit_s=600.0)
-    found = launching.command(job, tmp_path / "j.json", Folder(tmp_path), Hosts())
+    found = launching.command(
+        job, tmp_path / "j.json", Folder(tmp_path), Hosts(), tmp_path / "failures"
+    )
     for option in (
         "--nnodes=1",
         "--rdzv-endpoint=127.0.0.1:0",
@@ -127,7 +129,9 @@ def test_all_that_a_start_depends_on_is_on_its_command_line(tmp_path: Path) -> N
         "--nproc-per-node=2",
     ):
         assert option in found
-    named = launching.command(job, tmp_path, Folder(tmp_path), Hosts(local_addr="10.0.0.7"))
+    named = launching.command(
+        job, tmp_path, Folder(tmp_path), Hosts(local_addr="10.0.0.7"), tmp_path / "failures"
+    )
     assert "--local-addr=10.0.0.7" in named
     assert "--rdzv-endpoint=10.0.0.7:0" in named
 

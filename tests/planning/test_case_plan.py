@@ -33,7 +33,9 @@ def test_every_published_capacity_field_from_the_table():
 
 def test_every_published_schedule_layer_by_layer():
     table = load_table()
-    for _, row in table[(table["category"] == "packing") & (table["backend"] == "mok")].iterrows():
+    published = table[(table["category"] == "packing") & (table["backend"] == "mok")]
+    assert len(published) == 8
+    for _, row in published.iterrows():
         plans = layers_of(Case.from_id(row["id"]))
         scheduled = plans.padded(plans.rows.rank0)[0]
         assert scheduled.tolist() == row["capacity"]["rank0ScheduleRows"]
@@ -42,6 +44,7 @@ def test_every_published_schedule_layer_by_layer():
 
 def test_a_table_and_a_single_plan_agree():
     table = load_table().drop_duplicates("id")
+    assert len(table) == 110
     plans = plan_table(table)
     for index, row in table.iterrows():
         one = plan_case(Case.from_id(row["id"])).reference

@@ -110,6 +110,7 @@ def decoded(values):
 
 
 def test_html_shares_one_plotly_and_loads_nothing_else(exported):
+    assert set(exported.files) == set(FIGURES)
     for files in exported.files.values():
         loads = re.findall(r'(?:src|href)="([^"]+)"', files["html"].read_text())
         assert loads == [PLOTLY_JS]

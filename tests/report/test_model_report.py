@@ -9,6 +9,7 @@ import pytest
 
 from workbench.errors import InputError
 from workbench.model.calibration import load_calibration
+from workbench.model.coefficients import PARAMETERS
 from workbench.records.results import REFERENCE, load_table
 from workbench.report.figure_data import figure_data
 from workbench.report.figures_timemodel import MODEL_FIGURES
@@ -76,6 +77,8 @@ def test_figures_show_the_validation(report):
 
 def test_the_study_s_report_has_the_packaged_calibration(report):
     packaged = load_calibration()
+    assert len(packaged.values) == len(PARAMETERS)
+    assert report.calibration.values.keys() == packaged.values.keys()
     for name, by_slot in report.calibration.values.items():
         assert by_slot == pytest.approx(packaged.values[name], rel=1e-4)
 

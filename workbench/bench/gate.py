@@ -166,7 +166,7 @@ def _tokens(
 
 
 def _lightest(ids: npt.NDArray[Any], own: range) -> int:
-    """The own expert with the fewest rows but at least one; the first if none has any."""
+    """The expert of this rank with the fewest rows but at least one; its first if all have none."""
     rows = np.bincount(ids.ravel(), minlength=own.stop)[own.start : own.stop]
     return own[int(np.where(rows > 0, rows, rows.max() + 1).argmin())]
 

@@ -28,10 +28,10 @@ def run_pair(
         start = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
         left_ids = {case.id for sweep in (a, b) for case in sweep.left()}
         left = [case for case in a.cases if case.id in left_ids]
-        tellers = []
+        counters = []
         for name, sweep in (("A", a), ("B", b)):
             sweep_up(sweep.folder)
-            tellers.append(CaseCounter(sweep, left, lambda p, name=name: on_progress(name, p)))  # type: ignore[misc]
+            counters.append(CaseCounter(sweep, left, lambda p, name=name: on_progress(name, p)))  # type: ignore[misc]
         turn_file = a.folder.path / "turn"
         number = 0
         for _, group in groupby(sorted(left, key=lambda case: case.ep), lambda case: case.ep):
@@ -40,7 +40,7 @@ def run_pair(
                 number += 1
                 write_atomic(turn_file, "0")
                 runs = []
-                for turn, (sweep, teller) in enumerate(zip((a, b), tellers, strict=True)):
+                for turn, (sweep, counter) in enumerate(zip((a, b), counters, strict=True)):
                     job = Job(
                         name=f"{start}-{number}-ep{waiting[0].ep}",
                         cases=tuple(waiting),
@@ -50,13 +50,13 @@ def run_pair(
                         turns=2,
                         turn_file=str(turn_file),
                     )
-                    runs.append(JobRun(job, sweep.folder, sweep.hosts, teller.event))
+                    runs.append(JobRun(job, sweep.folder, sweep.hosts, counter.event))
                 both = run_jobs(*runs)
                 rests = [
-                    after(sweep, waiting, ended, teller)
-                    for sweep, ended, teller in zip((a, b), both, tellers, strict=True)
+                    after(sweep, waiting, ended, counter)
+                    for sweep, ended, counter in zip((a, b), both, counters, strict=True)
                 ]
                 # a pair that either lost is measured again by both
                 again = {case.id for rest in rests for case in rest}
                 waiting = [case for case in waiting if case.id in again]
-        return tellers[0].told(), tellers[1].told()
+        return counters[0].told(), counters[1].told()

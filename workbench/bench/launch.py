@@ -29,8 +29,6 @@ END_S = 5.0
 
 LOOPBACK = "127.0.0.1"
 
-_ROOT = re.compile(r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
@@ -94,12 +92,14 @@ class JobRun:
         self._reader = Events(folder.events, job.name)
         host = f".{os.uname().nodename}" if hosts.nnodes > 1 else ""
         self._log = folder.logs / f"{job.name}{host}.torchrun.log"
+        self._failures = self._log.with_suffix(".failures")
         try:
             path = job.write(folder.path)
             self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._failures.unlink(missing_ok=True)
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    command(job, path, folder, hosts),
+                    command(job, path, folder, hosts, self._failures),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -140,9 +140,27 @@ class JobRun:
             return Ended()
         if self._never_started:
             return Ended(reason=self._start_reason())
-        text = self._log.read_text(encoding="utf-8", errors="replace")
-        reason, root_code = _reason(text, code, self.job, self.folder, self._hung)
+        reason, root_code = self._reason(code)
         return Ended(reason=reason, case=self._reader.running, unwritable=root_code == UNWRITABLE)
+
+    def _reason(self, code: int) -> tuple[str, int]:
+        """Why it ended early, in one line, and the exit code of the rank at fault."""
+        job, folder = self.job, self.folder
+        took = f"no end within limit_s={job.limit_s:g}"
+        if self._hung:
+            return f"{took}; ranks did not answer (logs: {folder.logs})", HUNG
+        failed = list(filter(None, map(_parsed, _lines(self._failures))))
+        if not failed:
+            last = _last_line(self._log) or "no word"
+            return f"torchrun ended with code {code}: {last}", code
+        first = min(failed, key=lambda failure: failure["time"])
+        rank, root_code = first["rank"], first["exitcode"]
+        if root_code == HUNG:
+            return f"{took}; stacks of every rank in {folder.logs}", HUNG
+        if root_code < 0:
+            return f"rank {rank} was ended by {signal.Signals(-root_code).name}", root_code
+        log = folder.log(job.name, rank)
+        return f"rank {rank}: {_last_line(log) or f'exit code {root_code}'} ({log})", root_code
 
     def _start_reason(self) -> str:
         if self._hosts.nnodes == 1:
@@ -174,7 +192,7 @@ def run_jobs(*runs: JobRun) -> list[Ended]:
     return [run.ended() for run in runs]
 
 
-def command(job: Job, path: Path, folder: Folder, hosts: Hosts) -> list[str]:
+def command(job: Job, path: Path, folder: Folder, hosts: Hosts, failures: Path) -> list[str]:
     """The command line that starts torchrun on this host (or, by `prefix`, on all)."""
     if hosts.nnodes == 1:
         meeting = [
@@ -198,6 +216,7 @@ def command(job: Job, path: Path, folder: Folder, hosts: Hosts) -> list[str]:
         sys.executable,
         "-m",
         "workbench.bench.torchrun",
+        str(failures),
         *meeting,
         f"--nproc-per-node={job.ep // hosts.nnodes}",
         "--max-restarts=0",
@@ -252,22 +271,10 @@ def _parsed(line: bytes) -> dict[str, Any]:
         return {}
 
 
-def _reason(text: str, code: int, job: Job, folder: Folder, hung: bool) -> tuple[str, int]:
-    """Why a job ended early, in one line, and the exit code of the rank at fault."""
-    took = f"no end within limit_s={job.limit_s:g}"
-    if hung:
-        return f"{took}; ranks did not answer (logs: {folder.logs})", HUNG
-    root = _ROOT.search(text)
-    if root is None:
-        last = [line for line in text.splitlines() if line.strip()]
-        return f"torchrun ended with code {code}: {last[-1].strip() if last else 'no word'}", code
-    rank, root_code = int(root["rank"]), int(root["code"])
-    log = folder.log(job.name, rank)
-    if root_code == HUNG:
-        return f"{took}; stacks of every rank in {folder.logs}", HUNG
-    if root_code < 0:
-        return f"rank {rank} was ended by {signal.Signals(-root_code).name}", root_code
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    last = [line for line in lines if line.strip()]
-    told = last[-1].strip() if last else f"exit code {root_code}"
-    return f"rank {rank}: {told} ({log})", root_code
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _last_line(path: Path) -> str:
+    said = [line for line in _lines(path) if line.strip()]
+    return said[-1].decode(errors="replace").strip() if said else ""

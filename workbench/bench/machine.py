@@ -35,8 +35,8 @@ def clock_mhz(device: str) -> float | None:
             return float(torch.cuda.clock_rate())
         except (RuntimeError, ModuleNotFoundError, AttributeError):
             return None
-    found = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", _read("/proc/cpuinfo"), re.MULTILINE)
-    return max(map(float, found)) if found else None
+    found = [core.current for core in psutil.cpu_freq(percpu=True)]
+    return max(found) if found else None
 
 
 def available_bytes() -> int:

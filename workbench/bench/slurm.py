@@ -102,15 +102,15 @@ def cancel(job: str) -> None:
 def watch(sweep: Sweep, job: str, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
     """Until the job is gone from the queue, with progress as its cases end; through a requeue too.
     Ctrl-C cancels the job and is passed on. Raises SweepError where it ended with cases left."""
-    teller = CaseCounter(sweep, sweep.left(), on_progress)
+    counter = CaseCounter(sweep, sweep.left(), on_progress)
     events = Events(sweep.folder.events)
     try:
         gone = False
         while not gone:
             gone = state(job) in ("", "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
             for event in events.new():
-                if event["case"] in teller.cases:
-                    teller.event(event)
+                if event["case"] in counter.cases:
+                    counter.event(event)
             time.sleep(0 if gone else POLL_S)
     except KeyboardInterrupt:
         cancel(job)

@@ -31,6 +31,10 @@ from workbench.records.record import make_record, read_record, write_record
 from workbench.records.schema import OwnRecord
 
 LIMIT_S = 600.0
+NEXT = "next.json"
+"""Where the first host's driver tells the others what to start."""
+FOLLOW_S = 0.5
+"""Before another host's driver reads it, so that one which just began has removed an old one."""
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Where the driver lists the GPUs, one entry each."""
 
@@ -157,10 +161,11 @@ def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: 
             if sweep.hosts.nnodes == 1 or sweep.hosts.prefix:
                 raise InputError(f"out={folder.path} is being measured by another process")
             return _follow(sweep, on_progress)
+        (folder.path / NEXT).unlink(missing_ok=True)  # an earlier driver's
         sweep_up(folder)
         start = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
         left = sweep.left()
-        teller = CaseCounter(sweep, left, on_progress)
+        counter = CaseCounter(sweep, left, on_progress)
         number = 0
         for _, group in groupby(sorted(left, key=lambda case: case.ep), lambda case: case.ep):
             waiting = list(group)
@@ -173,10 +178,10 @@ def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: 
                     limit_s=sweep.limit_s,
                 )
                 _announce(sweep, job)
-                (ended,) = run_jobs(JobRun(job, folder, sweep.hosts, teller.event))
-                waiting = after(sweep, waiting, ended, teller)
+                (ended,) = run_jobs(JobRun(job, folder, sweep.hosts, counter.event))
+                waiting = after(sweep, waiting, ended, counter)
         _announce(sweep, None)
-        return teller.told()
+        return counter.told()
 
 
 def _check_runs(sweep: Sweep, ranks: int | None, elsewhere: bool) -> None:
@@ -198,19 +203,19 @@ def default_ranks(device: str) -> int:
     return max(len(os.sched_getaffinity(0)), 2)
 
 
-def after(sweep: Sweep, waiting: list[Case], ended: Ended, teller: "CaseCounter") -> list[Case]:
+def after(sweep: Sweep, waiting: list[Case], ended: Ended, counter: "CaseCounter") -> list[Case]:
     """The cases still to be measured after a start of the ranks; the case that was at work when
     they were lost fails with the reason. Raises SweepError where they are lost before any case
     twice in a row."""
-    rest = [case for case in waiting if not teller.ended(case)]
+    rest = [case for case in waiting if not counter.ended(case)]
     if not ended.reason:
         return []
     if ended.unwritable:
         raise InputError(f"{ended.reason}; a resumed sweep goes on from here")
     at = next((case for case in rest if case.id == ended.case), None)
     if at is None:
-        teller.false_starts = teller.false_starts + 1 if len(rest) == len(waiting) else 0
-        if rest and teller.false_starts > 1:
+        counter.false_starts = counter.false_starts + 1 if len(rest) == len(waiting) else 0
+        if rest and counter.false_starts > 1:
             raise SweepError(f"ranks could not be started: {ended.reason}")
         return rest
     found = {"status": "failed", "reason": ended.reason}
@@ -221,7 +226,7 @@ def after(sweep: Sweep, waiting: list[Case], ended: Ended, teller: "CaseCounter"
         {"lost": True},
     )
     write_record(record, sweep.folder.record(at))
-    teller.end(at, record)
+    counter.end(at, record)
     return [case for case in rest if case is not at]
 
 
@@ -318,27 +323,24 @@ def sweep_up(folder: Folder) -> None:
 def _announce(sweep: Sweep, job: Job | None) -> None:
     """Tells the drivers of the other hosts what to start next; None that there is no more."""
     if sweep.hosts.nnodes > 1 and not sweep.hosts.prefix:
-        said = {"job": job.name if job else "", "driver": os.getpid(), "time": time.time()}
         if job is not None:
             job.write(sweep.folder.path)
-        write_atomic(sweep.folder.path / "next.json", json.dumps(said))
+        write_atomic(sweep.folder.path / NEXT, json.dumps({"job": job.name if job else ""}))
 
 
 def _follow(sweep: Sweep, on_progress: Callable[[Progress], None]) -> Progress:
-    """On a further host: starts this host's ranks of each job that the first driver announces."""
+    """On a further host, whenever it comes: starts this host's ranks of each job that the first
+    driver announces."""
     from workbench.bench.job import read_job
 
-    folder, seen, began = sweep.folder, "", time.time()
-    while True:
-        said = _said(folder)
-        if said["time"] >= began - 1 or seen:
-            if not said["job"]:
-                break
-            if said["job"] != seen:
-                seen = said["job"]
-                job = read_job(folder.path / "jobs" / f"{seen}.json")
-                run_jobs(JobRun(job, folder, sweep.hosts))
-                continue
+    folder, seen = sweep.folder, ""
+    time.sleep(FOLLOW_S)
+    while (said := _said(folder)) != "":
+        if said is not None and said != seen:
+            seen = said
+            job = read_job(folder.path / "jobs" / f"{seen}.json")
+            run_jobs(JobRun(job, folder, sweep.hosts))
+            continue
         with alone(folder) as lock:
             if lock is not None:  # the first driver is gone
                 break
@@ -347,8 +349,9 @@ def _follow(sweep: Sweep, on_progress: Callable[[Progress], None]) -> Progress:
     return Progress(done=len(sweep.cases) - len(left), total=len(sweep.cases), failed=len(left))
 
 
-def _said(folder: Folder) -> dict[str, Any]:
+def _said(folder: Folder) -> str | None:
+    """The job that is announced, "" that there is no more, None for nothing yet."""
     try:
-        return dict(json.loads((folder.path / "next.json").read_text()))
-    except (OSError, ValueError):
-        return {"job": "", "time": 0.0}
+        return str(json.loads((folder.path / NEXT).read_text())["job"])
+    except (OSError, ValueError, KeyError):
+        return None

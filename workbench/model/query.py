@@ -125,8 +125,9 @@ def _case(point: dict[str, Any]) -> Case:
     stated = dict(point)
     pipeline = stated.get("pipeline")
     system = SYSTEMS.get(str(pipeline))
-    if system is not None and stated.setdefault("backend", system.backend) == system.backend:
-        if len(system.precisions) == 1:
+    if system is not None:
+        own = stated.setdefault("backend", system.backend) == system.backend
+        if own and len(system.precisions) == 1:
             stated.setdefault("precision", *system.precisions)
     if stated.get("profile") is not None:
         stated["category"] = "packing"

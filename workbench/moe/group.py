@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,7 +39,7 @@ class PeerGroup(Protocol):
     """Where arenas lie."""
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Tensor]:
-        """Arenas uint8 [P, B] (only the own rank's row, so [1, B], where peers are not seen, or
+        """Arenas uint8 [P, B] (only this rank's row, so [1, B], where peers are not seen, or
         by address alone) and the base address of each, int64 [P or 1]. Zeroed."""
 
     def barrier(self, where: str) -> None:
@@ -300,7 +301,7 @@ class NvlinkGroup(CollectiveGroup):
     """One GPU per rank; arenas in torch's symmetric memory, barriers on the device's stream.
 
     Needs CUDA and executor='triton', which follows peers' addresses; the torch executor's twins
-    would see the own arena only, so `create_context` refuses them.
+    would see only their own arena, so `create_context` refuses them.
     """
 
     kind, sees_peers = "nvlink", True
@@ -376,7 +377,6 @@ def _reserve(file: int, nbytes: int) -> str | None:
 def _alive(pid: int) -> bool:
     """Whether the process runs; one that has ended and was not waited for does not."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
         return False

@@ -5,7 +5,6 @@ what `workbench.runner.notebook.run_notebook` leaves there.
 """
 
 import hashlib
-import html
 import json
 import re
 import sys
@@ -16,12 +15,12 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from workbench.errors import InputError
 from workbench.files import write_atomic
+from workbench.report.page import render
 from workbench.runner.notebook import (
     NotebookError,
     Run,
@@ -201,40 +200,16 @@ def _read_grid(folder: Path) -> Grid | None:
 
 def _write_index(folder: Path, state: Grid) -> None:
     write_atomic(folder / "points.json", state.model_dump_json(indent=1) + "\n")
-    names = sorted({name for point in state.points for name in point.given})
-    head = ["", *names, "status", "seconds", "notebook", "page", "error"]
-    rows = []
-    for number, point in enumerate(state.points, 1):
-        page = f"{point.name}/index.html"
-        executed = f"{point.name}/{point.executed}" if point.executed else None
-        cells = [
-            str(number),
-            *(html.escape(str(point.given.get(name, ""))) for name in names),
-            point.status + (" (resumed)" if point.resumed else ""),
-            "" if point.seconds is None else f"{point.seconds:.1f}",
-            _link(executed),
-            _link(page if (folder / page).exists() else None),
-            f"<pre>{html.escape(point.error)}</pre>" if point.error else "",
-        ]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    title = html.escape(f"{folder.name}: {state.notebook}")
-    write_atomic(
-        folder / "index.html",
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
-        "<style>body{font:15px sans-serif;margin:2em}table{border-collapse:collapse}"
-        "td,th{border:1px solid #999;padding:.3em .7em;text-align:left;vertical-align:top}"
-        "pre{max-height:12em;overflow:auto;margin:0}</style>"
-        f"<h1>{title}</h1><p>{state.count('complete')} of {len(state.points)} points complete, "
-        f"{state.count('failed')} failed.</p><table><tr>"
-        + "".join(f"<th>{html.escape(name)}</th>" for name in head)
-        + "</tr>"
-        + "".join(rows)
-        + "</table></html>\n",
+    page = render(
+        "points",
+        title=f"{folder.name}: {state.notebook}",
+        names=sorted({name for point in state.points for name in point.given}),
+        points=state.points,
+        complete=state.count("complete"),
+        failed=state.count("failed"),
+        pages=[p.name for p in state.points if (folder / p.name / "index.html").exists()],
     )
-
-
-def _link(path: str | None) -> str:
-    return "" if path is None else f'<a href="{quote(path)}">{html.escape(Path(path).name)}</a>'
+    write_atomic(folder / "index.html", page + "\n")
 
 
 @contextmanager
