@@ -338,14 +338,14 @@ print(json.dumps(found))"""
 
 def test_a_declaration_that_cannot_be_read_is_one_line(folder: Path) -> None:
     (folder / "broken.py").write_text("SYSTEMS = (1,)\n")
+    retains = DECLARATION.replace("hides_shared=True", "keeps='rows'")
+    (folder / "rows.py").write_text(retains)
     (folder / "twice.py").write_text(DECLARATION.replace('"wide"', '"standard"'))
     for name, rule in (
         ("nowhere", "WORKBENCH_SYSTEMS: 'nowhere' must be a module with a constant SYSTEMS"),
         ("broken", "WORKBENCH_SYSTEMS: broken.SYSTEMS: 1 must be a System"),
-        (
-            "twice",
-            "WORKBENCH_SYSTEMS: twice.SYSTEMS: pipeline='standard' must not be there",
-        ),
+        ("rows", "WORKBENCH_SYSTEMS: rows.SYSTEMS: wide: keeps='rows' must be 'slot' or 'all'"),
+        ("twice", "WORKBENCH_SYSTEMS: twice.SYSTEMS: pipeline='standard' must not be there"),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "workbench.cli", "predict"],

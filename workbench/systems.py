@@ -159,6 +159,11 @@ def _by_name() -> dict[str, System]:
                 raise InputError(f"{where}: {system!r} must be a System")
             if system.pipeline in found:
                 raise InputError(f"{where}: pipeline={system.pipeline!r} must not be there already")
+            if system.module and system.keeps == "rows":
+                raise InputError(
+                    f"{where}: {system.pipeline}: keeps='rows' must be 'slot' or 'all', as our"
+                    " layer has no retained rows yet"
+                )
             for mode in system.modes:
                 if mode not in MODES:
                     raise InputError(f"{where}: mode={mode!r} must be one of {', '.join(MODES)}")

@@ -23,6 +23,7 @@ from workbench.kernels.words import (
 )
 from workbench.moe.config import DTYPES, MoEConfig
 from workbench.moe.pipelines.parts import Buffer, Operand, load_pipeline
+from workbench.systems import SYSTEMS
 
 ITEM_BYTES = {"uint8": 1, "int32": 4, "int64": 8, **DTYPES}
 
@@ -153,7 +154,7 @@ def plan_ours(config: MoEConfig) -> OursPlan:
     held = operand_offset(R, row_bytes)
     if not c.training:
         slot = 0
-    elif pipeline.recomputes:
+    elif SYSTEMS[c.pipeline].keeps == "slot":
         slot = math.floor(c.slot_factor * c.layers * operand_offset(N, row_bytes))
     else:
         slot = c.layers * held

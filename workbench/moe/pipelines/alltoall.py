@@ -230,5 +230,4 @@ PIPELINE = Pipeline(
     backward=_BACKWARD,
     operands=standard.operands,
     regions=regions,
-    recomputes=False,
 )

@@ -77,14 +77,13 @@ Part = Phase | Barrier | Gather | AllToAll
 class Pipeline:
     """A pipeline as its module states it, in a constant PIPELINE. `operands` are what a layer keeps
     for backward; `regions(config, rows)` what it needs besides, for the most rows of a rank.
-    `recomputes`: a layer that does not fit the slot is produced again in backward; else the slot
-    holds every layer at the most rows."""
+    Where its system keeps a slot, backward produces again what did not fit; where it keeps all,
+    the slot holds every layer at the most rows."""
 
     forward: tuple[Part, ...]
     backward: tuple[Part, ...]
     operands: Callable[[MoEConfig], tuple[Operand, ...]]
     regions: Callable[[MoEConfig, int], Iterable[Buffer]]
-    recomputes: bool
 
 
 def load_pipeline(name: str) -> Pipeline:

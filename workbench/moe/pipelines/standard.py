@@ -245,6 +245,4 @@ _BACKWARD = (
     Barrier("combined"),
     Phase("sum_backward", sum_up_backward),
 )
-PIPELINE = Pipeline(
-    forward=_FORWARD, backward=_BACKWARD, operands=operands, regions=regions, recomputes=True
-)
+PIPELINE = Pipeline(forward=_FORWARD, backward=_BACKWARD, operands=operands, regions=regions)
