@@ -1,8 +1,10 @@
-"""Files stay small, names are given once, and nothing is written twice."""
+"""Files stay small, names are given once, nothing is written twice, imports are declared."""
 
 import ast
 import re
 import statistics
+import sys
+import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -51,3 +53,37 @@ def runs_of(text: str) -> list[tuple[int, str]]:
         (lines[n][0], "\n".join(line for _, line in lines[n : n + LONGEST_COPY + 1]))
         for n in range(len(lines) - LONGEST_COPY)
     ]
+
+
+NAMES = {"pyyaml": "yaml", "ipython": "IPython", "markdown-it-py": "markdown_it"}
+"""Packages whose module has another name, beyond a dash."""
+WITHOUT_IMPORT = {"anywidget", "jupyterlab"}
+"""Needed though nothing imports them; pyproject.toml says why."""
+ASKED_FOR = {"transformers"}
+"""Imported by a benchmark that says so where it is missing."""
+
+
+def imported(*folders: str) -> set[str]:
+    """Top-level modules from elsewhere that the files of the folders import."""
+    found = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    own = {path.stem for path in (ROOT / "tests").rglob("*.py")} | {"workbench", "tests"}
+    return found - own - set(sys.stdlib_module_names)
+
+
+def modules_of(requirements: list[str]) -> set[str]:
+    packages = {re.split(r"[<>=\[ ]", requirement)[0] for requirement in requirements}
+    return {NAMES.get(package, package.replace("-", "_")) for package in packages}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = modules_of(project["dependencies"])
+    assert imported("workbench", "kernels") - ASKED_FOR == declared - WITHOUT_IMPORT
+    for_tests = modules_of(project["optional-dependencies"]["test"])
+    assert imported("tests") - declared <= for_tests | {"dist_moe"}  # tools/install has its reason
