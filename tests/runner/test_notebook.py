@@ -238,7 +238,8 @@ def test_ended_from_outside(tmp_path: Path, number: signal.Signals) -> None:
     assert "--resume goes on from here" in told
     assert "Traceback" not in told
     assert (run.status, run.error) == ("failed", "interrupted in cell 3 of 3")
-    assert sorted(p.name for p in (tmp_path / "r/ep=8").iterdir()) == ["n.failed.ipynb", "run.json"]
+    left = {path.name for path in (tmp_path / "r/ep=8").iterdir()}
+    assert left - {"run.log"} == {"n.failed.ipynb", "run.json"}  # a kernel may die with a word
     state = Grid.model_validate_json((tmp_path / "r/points.json").read_bytes())
     assert [point.status for point in state.points] == ["failed", "waiting"]
 
