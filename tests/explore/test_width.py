@@ -1,4 +1,4 @@
-"""The width explorer: 500 random states against model, cost and counted tiles."""
+"""The width explorer: random states against model, cost and counted tiles."""
 
 import math
 
@@ -7,6 +7,7 @@ import pytest
 
 from tests.explore.test_imbalance import (
     CALIBRATION,
+    STATES,
     SYSTEMS,
     check_refused,
     device,
@@ -93,10 +94,10 @@ def check(explorer: Explorer) -> None:
         assert shown == pytest.approx(routed * size + shared * 2, rel=1e-12)
 
 
-def test_500_random_states() -> None:
+def test_random_states() -> None:
     explorer = WidthExplorer()
-    possible, touched = walk(explorer, 500, seed=3, look=check)
-    assert possible > 450
+    possible, touched = walk(explorer, STATES, seed=3, look=check)
+    assert possible > 0.9 * STATES
     assert touched == set(explorer.controls) - {"results"}
 
 
