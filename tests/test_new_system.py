@@ -253,7 +253,11 @@ def test_it_runs_in_one_process_as_the_oracle_says(folder: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(tests)!r})
+import torch
+import trial_wide
 from layer_cases import errors, run, workload
+from workbench.moe.autograd import routed_experts
+from workbench.moe.weights import Weights
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
 from workbench.moe.group import VirtualGroup
@@ -265,8 +269,20 @@ for slot in (0.0, 4.0):  # recomputed, and kept
     with create_context(config, VirtualGroup(4)) as context:
         found = run(work, context)
     worst[slot] = errors(found, work.exact())
-print(json.dumps(worst))"""
-    for of_slot in ask(folder, code).values():
+shared = [(torch.randn(shape) / 6).bfloat16().requires_grad_() for shape in ((32, 40), (40, 16))]
+x, scores, w13, w2 = work.leaves()
+with create_context(config, VirtualGroup(4)) as context:  # whose ranks have the same expert
+    weights = Weights(w13, w2, *shared)
+    y = routed_experts(x, work.ids, scores, weights, context)
+    y.backward(work.dy)
+y_shared = trial_wide.expert(work.x, *shared)
+right = (y_shared.detach(), *torch.autograd.grad(y_shared, shared, work.dy))
+given = ((y - found[0]).detach(), *(weight.grad for weight in shared))
+apart = [((a - b).norm() / b.norm()).item() for a, b in zip(given, right, strict=True)]
+print(json.dumps([worst, apart]))"""
+    worst, apart = ask(folder, code)
+    assert max(apart) < 1e-2
+    for of_slot in worst.values():
         assert set(of_slot) == {"y", "x", "scores", "w13", "w2"}
         assert max(of_slot.values()) < 1e-2
 

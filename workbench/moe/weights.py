@@ -16,8 +16,8 @@ class Weights(NamedTuple):
     shared_w2_DSF: Tensor | None = None
 
     def of_rank(self, v: int, experts: int) -> "Weights":
-        """Those of the v-th rank that a process hosts, `experts` of them, and of
-        the shared expert's gradients its own; views."""
+        """Those of the v-th rank that a process hosts: `experts` of the routed ones, and of several
+        gradients of the shared expert its own; views."""
         own = (None if w is None else w[v * experts : (v + 1) * experts] for w in self[:2])
         shared = (w if w is None or w.dim() == 2 else w[v] for w in self[2:])
         return Weights(*own, *shared)
