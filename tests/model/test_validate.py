@@ -111,3 +111,19 @@ def test_a_table_without_packing_or_third_sizes_leaves_those_protocols_out():
         assert rows.loc[name, "cases"] == 0
         assert rows.loc[name, "gateMet"]
     assert rows.loc["leave one workload out", "cases"] > 30
+
+
+def test_what_lies_beyond_is_held_against_twice_the_interval(validation, monkeypatch):
+    beyond = (
+        "largest EP from the smaller",
+        "largest F from the rest",
+        "largest load from the smaller",
+    )
+    errors = np.log1p(validation.cases[list(beyond)].to_numpy(float))
+    errors = np.abs(errors[np.isfinite(errors)])
+    single = np.log1p(validation.cases["leave one workload out"].to_numpy(float))
+    count = np.isfinite(single).sum()
+    interval = np.sort(np.abs(single[np.isfinite(single)]))[int(np.ceil(0.9 * (count + 1))) - 1]
+    assert validation.coverage_beyond == pytest.approx((errors <= 2 * interval).mean())
+    monkeypatch.setattr("workbench.model.validate.WIDER", 0.0)
+    assert validate(load_table()).coverage_beyond == 0
