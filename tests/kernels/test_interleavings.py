@@ -3,6 +3,7 @@
 And a mutation test: with any one wait deleted, some order gives other bits.
 """
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,8 @@ from workbench.kernels.tasks import GATHER, PRODUCT, Shape, Task, interleaving, 
 
 ROWS = [7, 0, 40, 33, 1]
 D, N = 24, 48
+SEEDS = int(os.environ.get("WORKBENCH_INTERLEAVINGS", "80"))
+"""Interleavings of the tiles that are really chosen, on each target; 200 and more by hand."""
 SHAPE = Shape(block=16, parts=3, columns=3, group=2, merged=False)
 
 
@@ -61,7 +64,7 @@ def test_200_interleavings_give_equal_bits():
 
 @pytest.mark.parametrize("tma", [True, False], ids=["tma", "pointers"])
 @pytest.mark.parametrize("target", [INTERPRETER, *TARGETS.values()], ids=["interpreter", *TARGETS])
-def test_200_interleavings_of_the_real_choices_give_equal_bits(target, tma):
+def test_interleavings_of_the_real_choices_give_equal_bits(target, tma):
     rows, width = [300, 0, 129, 1], 600
     choice = choose_grouped_gemm(target, N=width, K=D, itemsize=2, gather=True, tma=tma)
     shape = Shape(
@@ -74,7 +77,7 @@ def test_200_interleavings_of_the_real_choices_give_equal_bits(target, tma):
     tasks = table(shape, rows)
     first = outcome(tasks, 0, shape=shape, rows=rows, N=width)
     assert not torch.isnan(first.view(torch.float32)).any()
-    for seed in range(1, 200):
+    for seed in range(1, SEEDS):
         assert torch.equal(outcome(tasks, seed, shape=shape, rows=rows, N=width), first)
 
 
