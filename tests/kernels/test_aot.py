@@ -63,6 +63,18 @@ def test_every_op_is_there_and_none_was_run(rows, target):
     assert {row["origin"] for row in rows[target]} == {"predicted"}
 
 
+def test_a_row_names_the_pipelines_that_launch_its_op(rows):
+    launch = {row["op"].partition(",")[0]: row["pipelines"] for row in rows["sm_90a"]}
+    assert launch["dispatch_w13"] == launch["w2_wgrad"] == "standard, alltoall"
+    assert {op for op, pipelines in launch.items() if pipelines == "alltoall"} == {
+        "send_order",
+        "receive_order",
+        "pack",
+        "unpack",
+    }
+    assert all(launch.values())
+
+
 @targets
 def test_grouped_products_use_the_matrix_units_and_descriptors(rows, target):
     for op in GEMMS:

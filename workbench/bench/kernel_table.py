@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from workbench.errors import InputError
@@ -18,6 +20,8 @@ from workbench.kernels import catalogue  # noqa: F401 (registers the ops)
 from workbench.kernels.aot import TARGETS, compile_launch
 from workbench.kernels.device import INTERPRET, Launch
 from workbench.kernels.ops import Cost, Example, Sizes, examples
+from workbench.moe.config import PIPELINES, MoEConfig
+from workbench.moe.context import BACKWARD, FORWARD, dry_run
 
 DEVICE = {"sm_90a": "H200", "sm_100a": "B200", "sm_103a": "GB300"}
 """Target -> the device whose peaks a floor is computed with."""
@@ -28,11 +32,13 @@ NOT_RUN = "not run on a GPU"
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
-    """One launch on one target. `main`: it does the op's work, whose FLOP and bytes stand here;
-    else these are 0. Bytes are of HBM; per tile, of the operands that a tile is made from.
+    """One launch on one target. `pipelines`: those of our layer that launch the op. `main`: it does
+    the op's work, whose FLOP and bytes stand here; else these are 0. Bytes are of HBM; per tile, of
+    the operands that a tile is made from.
     """
 
     op: str
+    pipelines: str
     kernel: str
     target: str
     device: str
@@ -99,6 +105,7 @@ def kernel_rows(
                 flop, tile_bytes = _tile(sizes, does.hbm_bytes // tiles, launch)
                 yield KernelRow(
                     op=op,
+                    pipelines=", ".join(_launching()[known[op].op.name]),
                     kernel=facts.kernel,
                     target=target,
                     device=DEVICE[target],
@@ -126,6 +133,18 @@ def kernel_rows(
                     origin="predicted",
                     run=NOT_RUN,
                 )
+
+
+@lru_cache(maxsize=1)
+def _launching() -> Mapping[str, Sequence[str]]:
+    """The pipelines that launch each op, by its name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for pipeline in PIPELINES:
+        config = MoEConfig(T=2, D=16, F=16, E=2, K=1, ep=2, pipeline=pipeline)
+        launches = [launch for kind in (FORWARD, BACKWARD) for launch in dry_run(config, kind)]
+        for op in dict.fromkeys(op for _, op, _ in launches):
+            found[op].append(pipeline)
+    return found
 
 
 def _elsewhere(
