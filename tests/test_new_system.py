@@ -151,7 +151,8 @@ def dispatch(s, again=False):
     s.launch("pull", x=s.peers("x_TD"), **source(s), place_R=s.own("place_R"),
              out_RD=s.own("received_RD"), decision=s.decision, again=again)
     s.launch("dispatch_w13", x=s.local_rows("received_RD"), rank_R=None, row_R=s.own("place_R"),
-             divisor=1, starts_e=s.own("starts_e"), w13_E2FD=s.weights.w13_E2FD,
+             divisor=1, starts_e=s.own("starts_e"),
+             w13_E2FD=s.weights.prepared.get("packed", s.weights.w13_E2FD),
              x_kept=s.kept("x_RD"), h1=s.kept("h1_R2F"), decision=s.decision, again=again)
 
 
@@ -275,12 +276,22 @@ with create_context(config, VirtualGroup(4)) as context:  # whose ranks have the
     weights = Weights(w13, w2, *shared)
     y = routed_experts(x, work.ids, scores, weights, context)
     y.backward(work.dy)
+    with torch.no_grad():
+        prepared = Weights(w13 * 0, w2, *shared, {{"packed": w13.detach()}})
+        again = routed_experts(x, work.ids, scores, prepared, context)
+        try:
+            few = prepared._replace(prepared={{"packed": w13[1:]}})
+            routed_experts(x, work.ids, scores, few, context)
+        except ValueError as error:
+            refused = str(error)
 y_shared = trial_wide.expert(work.x, *shared)
 right = (y_shared.detach(), *torch.autograd.grad(y_shared, shared, work.dy))
 given = ((y - found[0]).detach(), *(weight.grad for weight in shared))
 apart = [((a - b).norm() / b.norm()).item() for a, b in zip(given, right, strict=True)]
-print(json.dumps([worst, apart]))"""
-    worst, apart = ask(folder, code)
+print(json.dumps([worst, apart, torch.equal(again, y), refused]))"""
+    worst, apart, same, refused = ask(folder, code)
+    assert same
+    assert "prepared 'packed' shape=[7, 48, 40] on cpu must be [8, ...] on cpu" in refused
     assert max(apart) < 1e-2
     for of_slot in worst.values():
         assert set(of_slot) == {"y", "x", "scores", "w13", "w2"}

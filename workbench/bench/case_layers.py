@@ -113,7 +113,9 @@ class CaseLayers:
             for number, layer in enumerate(self.layers):
                 shared, weights = layer["shared"], Weights(layer["w13"], layer["w2"])
                 if shared is not None and self.shared_inside:
-                    weights = Weights(*weights[:2], shared.w13_2FD, shared.w2_DF)
+                    weights = weights._replace(
+                        shared_w13_2SFD=shared.w13_2FD, shared_w2_DSF=shared.w2_DF
+                    )
                 y_TD = routed_experts(
                     self.x_TD, layer["ids"], layer["scores"], weights, self.context
                 )

@@ -69,7 +69,7 @@ def bench_layer(
     with create_context(config, VirtualGroup(1)) as context:
 
         def layer(*given: Tensor) -> Tensor:
-            return routed_experts(given[0], ids, given[1], Weights(*given[2:]), context)
+            return routed_experts(given[0], ids, given[1], Weights(given[2], given[3]), context)
 
         worst = _check(leaves, ids, dy, layer)
         runs: dict[str, Run] = {

@@ -5,7 +5,7 @@ process, V ranks that the process hosts (1, or all of a virtual group).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -80,13 +80,13 @@ def routed_experts(
     """
     context.memory(context.group.hosted[0])
     _untransformed(x_TD)
-    given = (x_TD, topk_scores_TK, *weights)
+    given = (x_TD, topk_scores_TK, *weights.tensors)
     saves = (
         context.config.training
         and torch.is_grad_enabled()
         and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in given)
     )
-    y_TD: Tensor = _RoutedExperts.apply(topk_ids_TK, context, saves, *given)
+    y_TD: Tensor = _RoutedExperts.apply(topk_ids_TK, context, saves, weights.prepared, *given)
     return y_TD
 
 
@@ -142,11 +142,12 @@ class _RoutedExperts(torch.autograd.Function):
         ids_TK: Tensor,
         context: Context,
         saves: bool,
+        prepared: Mapping[str, Tensor],
         x_TD: Tensor,
         scores_TK: Tensor,
         *given: Tensor | None,
     ) -> Tensor:
-        config, weights = context.config, Weights(*given)
+        config, weights = context.config, _weights(given, prepared)
         problem = _problem(context, x_TD, ids_TK, scores_TK, weights)
         entry = context.take_entry(saves)
         if entry is None:
@@ -178,11 +179,12 @@ class _RoutedExperts(torch.autograd.Function):
                 context.free_entry(entry)
             raise
         ctx.context, ctx.held, ctx.problem = context, held, problem
-        ctx.given = None if problem is None else (x_TD, scores_TK, *weights)
+        ctx.given = None if problem is None else (x_TD, scores_TK, *given)
+        ctx.prepared = prepared
         if problem is None:
             ctx.scores_dtype = scores_TK.dtype
         if held is not None:
-            ctx.save_for_backward(_Ticket.tensor(held), *weights)
+            ctx.save_for_backward(_Ticket.tensor(held), *given)
         return y_TD
 
     @staticmethod
@@ -205,7 +207,7 @@ class _RoutedExperts(torch.autograd.Function):
                 "create_graph=True must not reach routed_experts, which has no second derivative"
             )
         ticket, *saved = ctx.saved_tensors
-        weights = Weights(*saved)
+        weights = _weights(saved, ctx.prepared)
         entry, loan = ticket.tolist()
         if context.loan(entry) != loan:
             raise RuntimeError(
@@ -222,7 +224,7 @@ class _RoutedExperts(torch.autograd.Function):
             dscores_TK = torch.empty(
                 dy_TD.shape[0], config.K, dtype=torch.float32, device=context.device
             )
-            gradients = _empty_gradients(context, weights, ctx.needs_input_grad[5:], given is None)
+            gradients = _empty_gradients(context, weights, ctx.needs_input_grad[6:], given is None)
         for v, step in enumerate(steps):
             step.dy_TD, step.dx_TD = _part(dy_TD, v, T), _part(dx_TD, v, T)
             step.dscores_TK = _part(dscores_TK, v, T)
@@ -235,10 +237,11 @@ class _RoutedExperts(torch.autograd.Function):
             # The call met its peers and did nothing; `check` says why.
             nan = (
                 torch.full_like(tensor, torch.nan) if want else None
-                for tensor, want in zip(given, ctx.needs_input_grad[3:], strict=True)
+                for tensor, want in zip(given, ctx.needs_input_grad[4:], strict=True)
             )
-            return None, None, None, *nan
-        return None, None, None, dx_TD, dscores_TK.to(ctx.scores_dtype), *gradients.summed()
+            return None, None, None, None, *nan
+        dscores_TK = dscores_TK.to(ctx.scores_dtype)
+        return None, None, None, None, dx_TD, dscores_TK, *gradients.summed().tensors
 
 
 def _steps(context: Context, entry: int, saves: bool, weights: Weights | None) -> Sequence[Step]:
@@ -257,10 +260,17 @@ def _empty_gradients(
     """Uninitialised, of the weights that want one; of the shared expert one for each rank that the
     process hosts."""
     hosted, lend = len(context.group.hosted), context.lender.empty_like
-    own = [w if want and runs else None for w, want in zip(weights, wanted, strict=True)]
-    routed = (None if w is None else lend(w) for w in own[:2])
-    shared = (None if w is None else w.new_empty(hosted, *w.shape) for w in own[2:])
-    return Weights(*routed, *shared)
+    own = [w if want and runs else None for w, want in zip(weights.tensors, wanted, strict=True)]
+    routed = [None if w is None else lend(w) for w in own[:2]]
+    shared = [None if w is None else w.new_empty(hosted, *w.shape) for w in own[2:]]
+    return _weights([*routed, *shared])
+
+
+def _weights(
+    tensors: Sequence[Tensor | None], prepared: Mapping[str, Tensor] | None = None
+) -> Weights:
+    w13, w2, shared_w13, shared_w2 = tensors
+    return Weights(w13, w2, shared_w13, shared_w2, prepared or {})
 
 
 def _part(tensor: Tensor, v: int, length: int) -> Tensor:
@@ -293,6 +303,10 @@ def _problem(
             ("shared_w13_2SFD", weights.shared_w13_2SFD, (2 * width, c.D), (dtype,)),
             ("shared_w2_DSF", weights.shared_w2_DSF, (c.D, width), (dtype,)),
         )
+    for name, form in weights.prepared.items():
+        if form.shape[:1] != (experts,) or form.device != context.device:
+            found = f"shape={list(form.shape)} on {form.device}"
+            return f"prepared {name!r} {found} must be [{experts}, ...] on {context.device}"
     for name, value, shape, dtypes in rules:
         if not isinstance(value, Tensor):
             return f"{name}={type(value).__name__} must be a tensor"

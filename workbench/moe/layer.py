@@ -122,7 +122,9 @@ class MoELayer(nn.Module):
             shared, inside = self.shared, SYSTEMS[c.pipeline].hides_shared
             weights = Weights(self.w13_E2FD, self.w2_EDF)
             if shared is not None and inside:
-                weights = Weights(*weights[:2], shared.w13_2FD, shared.w2_DF)
+                weights = weights._replace(
+                    shared_w13_2SFD=shared.w13_2FD, shared_w2_DSF=shared.w2_DF
+                )
             y_TD = routed_experts(x_TD, ids_TK, scores_TK, weights, self.context)
             if not fits:
                 return y_TD
