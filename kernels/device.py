@@ -237,7 +237,7 @@ def wait(counter, value, SCOPE: tl.constexpr):
             assert looks < SPIN_LIMIT, "a task waits for one that is not before it"
     else:
         while tl.atomic_add(counter, 0, sem="acquire", scope=SCOPE) < value:
-            pass
+            pass  # until the program that it waits for signals
         # Descriptors read through the async proxy, which an acquire alone does not order.
         tl.inline_asm_elementwise(
             "fence.proxy.async; mov.b32 $0, $1;",

@@ -128,10 +128,24 @@ print(json.dumps([explorer.table()["rows"].tolist(), explorer.sentence(),
     assert ask(tmp_path, code) == [[512.0], "512 rows.", [512.0]]
 
 
+def test_a_metric_does_not_replace_one_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("METRICS = {'wireBytes': lambda work: work.wire}")
+    code = """
+from workbench.case import case_table, reference_matrix
+from workbench.model.cost import cost_table
+try:
+    cost_table(case_table(reference_matrix()))
+except ValueError as error:
+    print(json.dumps(str(error)))"""
+    told = ask(tmp_path, code, WORKBENCH_METRICS="mine")
+    assert told == "WORKBENCH_METRICS: 'wireBytes' must not be there already"
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("METRICS = {'wireBytes': 1}", "'wireBytes' must be a function"),
+        ("METRICS = {'mine': 1}", "'mine' must be a function"),
+        ("METRICS = 3", "mine.METRICS must be a mapping of names"),
         ("METRICS = 1 / 0", "'mine' must be a module with a constant METRICS (ZeroDivisionError"),
     ],
 )

@@ -42,6 +42,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as functional
 
+from workbench.errors import InputError
 from workbench.kernels.ops import op
 from workbench.kernels.words import Decide
 from workbench.moe.pipelines import standard
@@ -63,7 +64,7 @@ def pull_torch(*, x, rank_R, row_R, divisor, scores, score_R1, place_R, out_RD, 
 @op(twin=pull_torch, examples=lambda blank: {}, cost=None,
     pulls=(("x", "rank_R"), ("scores", "rank_R")))
 def pull(target, **arguments):
-    raise NotImplementedError
+    raise InputError("pipeline='wide' must run with executor='torch': it has no kernels")
 
 
 def pull_grad_torch(*, x, rank_R, row_R, divisor, scores, score_R1, out_RD, decision):
@@ -79,7 +80,7 @@ def pull_grad_torch(*, x, rank_R, row_R, divisor, scores, score_R1, out_RD, deci
 @op(twin=pull_grad_torch, examples=lambda blank: {}, cost=None,
     pulls=(("x", "rank_R"), ("scores", "rank_R")))
 def pull_grad(target, **arguments):
-    raise NotImplementedError
+    raise InputError("pipeline='wide' must run with executor='torch': it has no kernels")
 
 
 def expert(x, w13, w2):
@@ -94,7 +95,7 @@ def add_shared_torch(*, x_TD, w13, w2, decision, y_TD):
 
 @op(twin=add_shared_torch, examples=lambda blank: {}, cost=None)
 def add_shared(target, **arguments):
-    raise NotImplementedError
+    raise InputError("pipeline='wide' must run with executor='torch': it has no kernels")
 
 
 def shared_backward_torch(*, x_TD, dy_TD, w13, w2, decision, dx_TD, dw13, dw2):
@@ -109,7 +110,7 @@ def shared_backward_torch(*, x_TD, dy_TD, w13, w2, decision, dx_TD, dw13, dw2):
 
 @op(twin=shared_backward_torch, examples=lambda blank: {}, cost=None)
 def shared_backward(target, **arguments):
-    raise NotImplementedError
+    raise InputError("pipeline='wide' must run with executor='torch': it has no kernels")
 
 
 def sum_up(s):
@@ -364,12 +365,14 @@ print(json.dumps(found))"""
 
 
 def test_a_declaration_that_cannot_be_read_is_one_line(folder: Path) -> None:
+    (folder / "alone.py").write_text("SYSTEMS = 1\n")
     (folder / "broken.py").write_text("SYSTEMS = (1,)\n")
     retains = DECLARATION.replace("hides_shared=True", "keeps='rows'")
     (folder / "rows.py").write_text(retains)
     (folder / "twice.py").write_text(DECLARATION.replace('"wide"', '"standard"'))
     for name, rule in (
         ("nowhere", "WORKBENCH_SYSTEMS: 'nowhere' must be a module with a constant SYSTEMS"),
+        ("alone", "WORKBENCH_SYSTEMS: alone.SYSTEMS must be a sequence of System"),
         ("broken", "WORKBENCH_SYSTEMS: broken.SYSTEMS: 1 must be a System"),
         ("rows", "WORKBENCH_SYSTEMS: rows.SYSTEMS: wide: keeps='rows' must be 'slot' or 'all'"),
         ("twice", "WORKBENCH_SYSTEMS: twice.SYSTEMS: pipeline='standard' must not be there"),

@@ -7,7 +7,7 @@ subclass of `workbench.explore.explorer.Explorer`, which a notebook imports from
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -35,7 +35,9 @@ def added(kind: str, known: dict[str, Any], of: type | None = None) -> dict[str,
     value that is not `of` that class, or cannot be called where none is given."""
     found = dict(known)
     for where, given in declared(kind):
-        for name, value in dict(given).items():
+        if not isinstance(given, Mapping):
+            raise InputError(f"{where} must be a mapping of names")
+        for name, value in given.items():
             if name in found:
                 raise InputError(f"{where}: {name!r} must not be there already")
             if not (callable(value) if of is None else isinstance(value, of)):

@@ -154,6 +154,8 @@ BUILT_IN = (
 def _by_name() -> dict[str, System]:
     found: dict[str, System] = {}
     for where, systems in (("", BUILT_IN), *declared("SYSTEMS")):
+        if not isinstance(systems, tuple | list):
+            raise InputError(f"{where} must be a sequence of System")
         for system in systems:
             if not isinstance(system, System):
                 raise InputError(f"{where}: {system!r} must be a System")

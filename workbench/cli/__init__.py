@@ -48,7 +48,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
     ] = False,
 ) -> None:
-    pass
+    """Options of `workbench` itself; each acts as it is read."""
 
 
 def main() -> None:

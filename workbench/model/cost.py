@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from workbench.errors import InputError
 from workbench.extensions import added
 from workbench.routing import Workloads
 from workbench.systems import BF16_BYTES, MXFP8_BYTES, SYSTEMS
@@ -183,6 +184,8 @@ def cost_table(table: pd.DataFrame) -> pd.DataFrame:
         "busiestRows": work.rows.busiest.max(axis=1, initial=0),
         "rank0Rows": work.rows.rank0.sum(axis=1),
     }
+    for name in METRICS.keys() & columns.keys():
+        raise InputError(f"WORKBENCH_METRICS: {name!r} must not be there already")
     columns |= {name: metric(work) for name, metric in METRICS.items()}
     return pd.DataFrame(columns, index=table.index)
 

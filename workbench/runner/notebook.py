@@ -243,7 +243,7 @@ def writable_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            pass
+            pass  # that a file can be made is all that is asked
     except OSError as error:
         raise InputError(f"out={folder} cannot be written: {error.strerror}") from error
 
