@@ -71,9 +71,13 @@ class Kept:
     index: int
     width: int
     dtype: torch.dtype
+    place: tuple[int, int] | None = None
+    """Byte in the arena and number of rows, where the host knows them."""
 
     def rows(self) -> Tensor:
-        """The operand as a view; reads the decision on the host."""
+        """The operand as a view; reads the decision on the host unless `place` is known."""
+        if self.place is not None:
+            return rows_at(self.arena_B, *self.place, self.width, self.dtype)
         words = self.decision.tolist()
         before = operand_offset(words[Decide.ROWS], self.row_bytes_O[: self.index].tolist())
         at = words[Decide.BASE] + before

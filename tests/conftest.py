@@ -10,6 +10,8 @@ import os
 
 import pytest
 
+from tests.interpreter import list_names_once
+
 
 def _on_gpu(config: pytest.Config) -> bool:
     return str(config.getoption("markexpr", "")).strip() == "gpu"
@@ -19,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Interpreter mode unless GPU tests are asked for, in worker processes too."""
     if not _on_gpu(config):
         os.environ["TRITON_INTERPRET"] = "1"
+        list_names_once()
         return
     import torch
 

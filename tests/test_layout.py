@@ -55,7 +55,12 @@ def runs_of(text: str) -> list[tuple[int, str]]:
     ]
 
 
-NAMES = {"pyyaml": "yaml", "ipython": "IPython", "markdown-it-py": "markdown_it"}
+NAMES = {
+    "pyyaml": "yaml",
+    "ipython": "IPython",
+    "markdown-it-py": "markdown_it",
+    "nvidia-ml-py": "pynvml",
+}
 """Packages whose module has another name, beyond a dash."""
 WITHOUT_IMPORT = {"anywidget", "jupyterlab"}
 """Needed though nothing imports them; pyproject.toml says why."""

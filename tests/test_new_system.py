@@ -262,7 +262,7 @@ from workbench.moe.autograd import routed_experts
 from workbench.moe.weights import Weights
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
-from workbench.moe.group import VirtualGroup
+from workbench.moe.groups.virtual import VirtualGroup
 worst = {{}}
 for slot in (0.0, 4.0):  # recomputed, and kept
     config = MoEConfig(T=23, D=40, F=24, E=8, K=3, ep=4, scratch_factor=4, slot_factor=slot,

@@ -11,7 +11,7 @@ from workbench.bench.case_layers import CaseLayers, SeededInputs
 from workbench.bench.job import Settings, TimingProtocol
 from workbench.bench.meter import between, routed_bytes
 from workbench.case import Case
-from workbench.moe.group import VirtualGroup
+from workbench.moe.groups.virtual import VirtualGroup
 from workbench.routing import route
 
 CASE = Case(

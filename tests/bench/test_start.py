@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from workbench import cuda
 from workbench.bench import launch as launching
 from workbench.bench import machine, matrix, sweep
 from workbench.bench.job import Folder, Job, Settings, TimingProtocol
@@ -37,7 +38,8 @@ def case(**given: object) -> Case:
 def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's list of GPUs with one entry."""
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
-    monkeypatch.setattr(sweep, "GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(cuda, "GPUS", tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -54,7 +56,7 @@ def test_ranks_follow_the_device_that_is_used(tmp_path: Path) -> None:
 def test_a_host_without_gpus_has_no_ranks_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "GPUS", tmp_path / "none")
+    monkeypatch.setattr(cuda, "GPUS", tmp_path / "none")
     with pytest.raises(InputError, match="ep=1 must be at most ranks=0"):
         open_sweep(tmp_path / "s", [case(ep=1)], settings=Settings(device="cuda"))
 

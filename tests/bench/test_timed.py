@@ -9,9 +9,9 @@ import torch
 from workbench.bench import measure
 from workbench.bench.case_layers import CaseLayers
 from workbench.bench.job import Settings, TimingProtocol
-from workbench.bench.timing import CpuClock
+from workbench.bench.timing import Clock
 from workbench.case import Case
-from workbench.moe.group import VirtualGroup
+from workbench.moe.groups.virtual import VirtualGroup
 
 CASE = Case(
     backend="dist_moe",
@@ -80,12 +80,15 @@ def test_what_runs_after_the_clock_is_not_what_was_timed(monkeypatch):
     assert len(calls) == LAST + 1
 
 
-class Replays(CpuClock):
+class Replays(Clock):
     """Replays into the tensors of one captured iteration, as a CUDA graph does."""
 
-    captured = True
     layers: CaseLayers
     spoiled = False
+
+    def __init__(self):
+        super().__init__(VirtualGroup(1), graphs=False, flush_l2=False)
+        self.captured = True
 
     def prepare(self, steps):
         for step in steps.values():
@@ -110,7 +113,7 @@ def test_what_a_replayed_graph_left_is_looked_at(monkeypatch, spoiled):
         clock.layers = self
 
     monkeypatch.setattr(CaseLayers, "__init__", keep)
-    monkeypatch.setattr(measure, "make_clock", lambda *_: clock)
+    monkeypatch.setattr(measure, "Clock", lambda *_, **__: clock)
     record = run()
     if spoiled:
         assert (record.status, record.reason) == ("failed", CHANGED)
@@ -118,10 +121,11 @@ def test_what_a_replayed_graph_left_is_looked_at(monkeypatch, spoiled):
         assert record.status == "ok", record.reason
 
 
-class Told(CpuClock):
+class Told(Clock):
     """Windows take what they are told, in ms: forward half of it, backward the other."""
 
     def __init__(self, *told):
+        super().__init__(VirtualGroup(1), graphs=False, flush_l2=False)
         self.told = list(told)
 
     def window(self, steps, iterations):
@@ -143,7 +147,7 @@ QUIET, NOISY, WORSE = [4.0, 4.1, 5.0], [4.0, 4.0, 5.1], [4.0, 9.0, 4.0]
 )
 def test_a_noisy_case_is_measured_again(monkeypatch, tries, used, noisy):
     clock = Told(*np.ravel(tries))
-    monkeypatch.setattr(measure, "make_clock", lambda *_: clock)
+    monkeypatch.setattr(measure, "Clock", lambda *_, **__: clock)
     record = run(windows=3)
     assert (record.status, record.noisy) == ("ok", noisy)
     assert clock.told == []
@@ -167,11 +171,11 @@ def test_a_noisy_case_is_measured_again(monkeypatch, tries, used, noisy):
 
 def test_a_noisy_case_without_time_left_is_only_marked(monkeypatch):
     clock = Told(*NOISY, *QUIET)
-    monkeypatch.setattr(measure, "make_clock", lambda *_: clock)
+    monkeypatch.setattr(measure, "Clock", lambda *_, **__: clock)
     record = run(windows=3, limit_s=0.0)
     assert (record.status, record.noisy, record.provenance["tries"]["count"]) == ("ok", True, 1)
 
 
 def test_one_window_does_not_tell_whether_a_case_is_noisy(monkeypatch):
-    monkeypatch.setattr(measure, "make_clock", lambda *_: Told(4.0))
+    monkeypatch.setattr(measure, "Clock", lambda *_, **__: Told(4.0))
     assert run(windows=1).noisy is None

@@ -1,6 +1,7 @@
 """The protocol: what is run how often, what is timed, and the figures made of it."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -8,11 +9,12 @@ import pytest
 from workbench.bench import timing as protocol
 from workbench.bench.job import TimingProtocol
 from workbench.errors import InputError
+from workbench.moe.groups.virtual import VirtualGroup
 
 
 def test_windows_iterations_and_steps(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(protocol.time, "perf_counter", lambda: next(clock) / 1e3)  # 1 ms a look
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 1e3)  # 1 ms a look
     calls = []
 
     def backward():
@@ -21,7 +23,9 @@ def test_windows_iterations_and_steps(monkeypatch):
 
     steps = {"forward": lambda: calls.append("f"), "backward": backward}
     met = []
-    run, told = protocol.CpuClock(), TimingProtocol(warmups=2, windows=3, iterations=4)
+    run = protocol.Clock(VirtualGroup(1), graphs=True, flush_l2=True)
+    assert (run.captured, run.flushed_bytes) == (False, 0)
+    told = TimingProtocol(warmups=2, windows=3, iterations=4)
     times = protocol.measure(protocol.prepare(steps, run, told), run, told, met.append)
     assert "".join(calls) == "fb" * (2 + 3 * 4)
     assert met == ["window"] * 3

@@ -14,7 +14,7 @@ from layer_cases import LIMIT, errors, experts, fill_with_nan, random_config, ru
 from workbench.bench.kernel_bench import bench_kernels
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
-from workbench.moe.group import VirtualGroup
+from workbench.moe.groups.virtual import VirtualGroup
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,8 @@ from layer_cases import Workload, errors, experts, random_config, run, sliced, w
 
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
-from workbench.moe.group import CollectiveGroup, SharedGroup
+from workbench.moe.groups.collective import CollectiveGroup
+from workbench.moe.groups.shared import SharedGroup
 from workbench.moe.layer import MoELayer
 from workbench.routing import route
 

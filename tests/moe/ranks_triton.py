@@ -15,7 +15,8 @@ import torch.distributed as dist
 from layer_cases import NAMES, as_float64, random_config, run, workload
 
 from workbench.moe.context import create_context
-from workbench.moe.group import NvlinkGroup, SharedGroup
+from workbench.moe.groups.nvlink import NvlinkGroup
+from workbench.moe.groups.shared import SharedGroup
 from workbench.moe.oracle import relative_error
 
 

@@ -13,7 +13,9 @@ from workbench.moe.arena import plan_ours
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
 from workbench.moe.failures import ClosedError, failure
-from workbench.moe.group import NvlinkGroup, SharedGroup, VirtualGroup
+from workbench.moe.groups.nvlink import NvlinkGroup
+from workbench.moe.groups.shared import SharedGroup
+from workbench.moe.groups.virtual import VirtualGroup
 from workbench.moe.pages import Lender
 
 GOOD = {"T": 8, "D": 16, "F": 8, "E": 8, "K": 2, "ep": 2}

@@ -14,7 +14,7 @@ from workbench.kernels.device import INTERPRET
 from workbench.errors import InputError
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
-from workbench.moe.group import VirtualGroup
+from workbench.moe.groups.virtual import VirtualGroup
 from workbench.moe.oracle import relative_error
 
 DEVICE = {"triton": "cpu" if INTERPRET.value else "cuda:0", "torch": "cpu"}

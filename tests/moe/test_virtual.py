@@ -21,7 +21,7 @@ from workbench.case import PROFILES
 from workbench.moe.arena import plan_ours
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import BACKWARD, FORWARD, create_context, dry_run
-from workbench.moe.group import VirtualGroup
+from workbench.moe.groups.virtual import VirtualGroup
 from workbench.moe.oracle import oracle, relative_error
 from workbench.routing import route, rows_by_expert
 

@@ -18,6 +18,7 @@ from workbench.moe.context import Context
 from workbench.moe.layer import SharedExpert
 from workbench.moe.weights import Weights
 from workbench.routing import Routes, case_routes
+from workbench.runtime import find_runtime, to_host
 from workbench.systems import SYSTEMS
 
 KEPT = 2**24
@@ -26,10 +27,12 @@ GRADIENTS = ("x", "scores", "w13", "w2", "shared_w13", "shared_w2")
 
 
 class SeededInputs:
-    """The seeded inputs of a case: the same for a seed wherever they are drawn on one device."""
+    """The seeded inputs of a case: the same for a seed wherever they are drawn on one kind of
+    device."""
 
     def __init__(self, case: Case, seed: int, device: str = "cpu") -> None:
-        self.case, self.seed, self.device = case, seed, device
+        self.case, self.seed, self.runtime = case, seed, find_runtime(device)
+        self.device = self.runtime.current()
         self.dtype = torch.bfloat16
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -61,30 +64,35 @@ class SeededInputs:
 
     def _normal(self, std: float, stream: tuple[int, ...], *shape: int) -> Tensor:
         (word,) = np.random.SeedSequence([self.seed, *stream]).generate_state(1, np.uint64)
-        generator = torch.Generator(self.device).manual_seed(int(word >> np.uint64(1)))
-        drawn = torch.randn(*shape, generator=generator, device=self.device)
+        drawn: Tensor = self.runtime.normal(int(word >> np.uint64(1)), shape)
         return drawn.mul_(std).to(self.dtype)
 
 
 class CaseLayers:
-    """The layers of a case on this rank: `forward` through all, `backward` from the last to the
-    first. Every layer has weights, a load and gradients of its own; all take the same tokens."""
+    """The layers of a case on the ranks of this process: `forward` through all, `backward` from the
+    last to the first. Every layer has weights, a load and gradients of its own; all take the same
+    tokens."""
 
     def __init__(self, case: Case, context: Context, inputs: SeededInputs) -> None:
         self.case, self.context = case, context
-        (self.rank,) = context.group.hosted
+        self.ranks = context.group.hosted
         self.training = case.mode == "training"
         self.shared_inside = SYSTEMS[case.pipeline].hides_shared
-        local = case.E // case.ep
-        x_TD, self.dy_TD = inputs.tokens(self.rank)
-        self.x_TD = x_TD.clone().requires_grad_(self.training)
+        self.local = case.E // case.ep
+        own = range(self.ranks[0] * self.local, (self.ranks[-1] + 1) * self.local)
+        x_TD, self.dy_TD = map(torch.cat, zip(*map(inputs.tokens, self.ranks), strict=True))
+        self.x_TD = x_TD.requires_grad_(self.training)
         self.layers: list[dict[str, Any]] = []
         for number in range(case.layers):
             routes = inputs.routes(number)
-            experts = [inputs.expert(number, self.rank * local + e) for e in range(local)]
+            experts = [inputs.expert(number, e) for e in own]
+            ids, scores = (
+                np.concatenate([part[rank] for rank in self.ranks])
+                for part in (routes.ids, routes.scores)
+            )
             layer: dict[str, Any] = {
-                "ids": torch.from_numpy(routes.ids[self.rank]).to(inputs.device),
-                "scores": torch.from_numpy(routes.scores[self.rank]).to(inputs.device),
+                "ids": torch.from_numpy(ids).to(inputs.device),
+                "scores": torch.from_numpy(scores).to(inputs.device),
                 "w13": torch.stack([w13 for w13, _ in experts]),
                 "w2": torch.stack([w2 for _, w2 in experts]),
                 "shared": None,
@@ -99,9 +107,21 @@ class CaseLayers:
         self.counts: list[Tensor] | None = None
 
     def expert(self, layer: int, e: int) -> tuple[Tensor, Tensor]:
-        """w13 and w2 of an expert of this rank, as `SeededInputs.expert` gives them."""
-        at = e - self.rank * (self.case.E // self.case.ep)
+        """w13 and w2 of an expert of this process, as `SeededInputs.expert` gives them."""
+        at = e - self.ranks[0] * self.local
         return self.layers[layer]["w13"][at], self.layers[layer]["w2"][at]
+
+    def found(self, layer: int, rank: int) -> dict[str, Tensor]:
+        """What the last iteration left of a rank: y [T, D], and the gradients of its x, scores and
+        experts."""
+        at, T = rank - self.ranks[0], self.case.T
+        tokens, experts = slice(at * T, (at + 1) * T), slice(at * self.local, (at + 1) * self.local)
+        found = {"y": self.y[layer][tokens]}
+        if self.training:
+            gradients = self.gradients[layer]
+            found |= {f"d{name}": gradients[name][tokens] for name in ("x", "scores")}
+            found |= {f"d{name}": gradients[name][experts] for name in ("w13", "w2")}
+        return found
 
     def steps(self) -> dict[str, Any]:
         steps = {"forward": self.forward}
@@ -141,14 +161,15 @@ class CaseLayers:
         memory on the device, which copies to compare with would."""
         held = [*self.y, *(found for layer in self.gradients for found in layer.values())]
         return [
-            sha256(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().data).hexdigest()
+            sha256(to_host(tensor.contiguous().view(torch.uint8)).detach().numpy().data).hexdigest()
             for tensor in held
         ]
 
-    def saved(self) -> tuple[list[int], list[int]]:
-        """Between forward and backward: (bytes that each layer holds in the slot, 1 for a layer
-        that backward will recompute)."""
-        decisions = self.context.memory(self.rank).own("decisions")[: len(self.layers)].tolist()
+    def saved(self, rank: int) -> tuple[list[int], list[int]]:
+        """Between forward and backward: (bytes that each layer of a rank holds in the slot, 1 for a
+        layer that backward will recompute)."""
+        own = to_host(self.context.memory(rank).own("decisions"))
+        decisions = own[: len(self.layers)].tolist()
         held = [d[Decide.END] - d[Decide.BASE] if d[Decide.END] else 0 for d in decisions]
         return held, [int(d[Decide.KEPT] < d[Decide.ROWS]) for d in decisions]
 

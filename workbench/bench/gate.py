@@ -18,6 +18,7 @@ from torch import Tensor
 from workbench.bench.case_layers import CaseLayers, SeededInputs
 from workbench.case import Case
 from workbench.moe.oracle import Floats, oracle, relative_error
+from workbench.runtime import to_host
 from workbench.systems import SYSTEMS
 
 FULL_FLOP = 2e10
@@ -30,18 +31,31 @@ class GateError(RuntimeError):
 
 
 def check(layers: CaseLayers, inputs: SeededInputs) -> dict[str, Any]:
-    """`errors` (largest relative error over layers, by name) and `checked` ("all", or what was
-    sampled) of the forward and backward that the layers have just run. Local to the rank."""
+    """`errors` (largest relative error over layers and ranks, by name) and `checked` ("all", or
+    what was sampled) of the forward and backward that the layers have just run. Local to the
+    process."""
     case = layers.case
     everything = case.layers * _flop(case) <= FULL_FLOP
-    random = np.random.default_rng([inputs.seed, layers.rank])
-    tokens = np.arange(case.T)
-    if not everything:
-        tokens = np.sort(random.choice(case.T, min(SAMPLED_TOKENS, case.T), replace=False))
     worst: dict[str, float] = {}
+
+    def note(name: str, error: float) -> None:
+        worst[name] = max(worst.get(name, 0.0), error) if error == error else error
+
     for number in range(case.layers):
-        for name, error in _layer_errors(layers, inputs, number, tokens, everything).items():
-            worst[name] = max(worst.get(name, 0.0), error) if error == error else error
+        shared: dict[str, Floats] = {}
+        for rank in layers.ranks:
+            tokens = np.arange(case.T)
+            if not everything:
+                random = np.random.default_rng([inputs.seed, rank])
+                tokens = np.sort(random.choice(case.T, min(SAMPLED_TOKENS, case.T), replace=False))
+            exact, found = _layer(layers, inputs, number, rank, tokens, everything)
+            for name, value in exact.items():
+                if name in found:
+                    note(name, relative_error(found[name], value))
+                else:  # of the shared expert: summed over the ranks of the process
+                    shared[name] = shared.get(name, 0.0) + value
+        for name, value in shared.items():
+            note(name, relative_error(_exact(layers.gradients[number][name]), value))
     limit = SYSTEMS[case.pipeline].tolerance[case.precision]
     sampled = f"{len(tokens)} tokens and 1 expert per layer and rank, drawn by the seed"
     return {"errors": worst, "checked": "all" if everything else sampled, "limit": limit}
@@ -62,16 +76,17 @@ def _flop(case: Case) -> float:
     return 6.0 * case.D * case.F * passes * rows
 
 
-def _layer_errors(
+def _layer(
     layers: CaseLayers,
     inputs: SeededInputs,
     number: int,
+    rank: int,
     tokens: npt.NDArray[Any],
     everything: bool,
-) -> dict[str, float]:
-    """Relative error of each quantity of one layer, by name."""
-    case, rank = layers.case, layers.rank
-    local = case.E // case.ep
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Each quantity of one layer of a rank by name, exact and as found; of the shared expert's
+    gradients the rank's part, exact alone."""
+    case, local = layers.case, layers.local
     own = range(rank * local, (rank + 1) * local)
     routes = inputs.routes(number)
     weighed = list(own) if everything else [_lightest(routes.ids, own)]
@@ -125,10 +140,10 @@ def _layer_errors(
             dx[tokens] += gradients.x_ND
             if everything:
                 exact |= {"shared_w13": gradients.w13_E2FD[0], "shared_w2": gradients.w2_EDF[0]}
-    found: dict[str, Floats] = {"y": _exact(layers.y[number])[tokens]}
+    held = layers.found(number, rank)
+    found: dict[str, Floats] = {"y": _exact(held["y"])[tokens]}
     exact["y"] = y[tokens]
     if layers.training:
-        gradient = layers.gradients[number]
         exact |= {
             "dx": dx[tokens],
             "dscores": dscores[tokens],
@@ -137,14 +152,12 @@ def _layer_errors(
         }
         index = [e - own[0] for e in weighed]
         found |= {
-            "dx": _exact(gradient["x"])[tokens],
-            "dscores": _exact(gradient["scores"])[tokens],
-            "dw13": _exact(gradient["w13"][index]),
-            "dw2": _exact(gradient["w2"][index]),
+            "dx": _exact(held["dx"])[tokens],
+            "dscores": _exact(held["dscores"])[tokens],
+            "dw13": np.stack([_exact(held["dw13"][at]) for at in index]),
+            "dw2": np.stack([_exact(held["dw2"][at]) for at in index]),
         }
-        if "shared_w13" in exact:
-            found |= {name: _exact(gradient[name]) for name in ("shared_w13", "shared_w2")}
-    return {name: relative_error(found[name], value) for name, value in exact.items()}
+    return exact, found
 
 
 def _tokens(
@@ -172,5 +185,5 @@ def _lightest(ids: npt.NDArray[Any], own: range) -> int:
 
 
 def _exact(tensor: Tensor) -> Floats:
-    exact: Floats = tensor.detach().double().cpu().numpy()
+    exact: Floats = to_host(tensor.detach()).double().numpy()
     return exact

@@ -41,13 +41,16 @@ class TimingProtocol:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the cases of a sweep are measured. `device` is cpu or cuda; `trace_dir` is where each
-    rank's trace of one iteration goes, empty for none; `timeout_s` how long a rank waits."""
+    """How the cases of a sweep are measured. `device` is a kind (`workbench.runtime`); `domain` how
+    ranks that reach each other's memory are found (`workbench.domain.OVERRIDES`); `trace_dir` is
+    where each rank's trace of one iteration goes, empty for none; `timeout_s` how long a rank
+    waits."""
 
     protocol: TimingProtocol = TimingProtocol()
     seed: int = 0
     device: str = "cpu"
     dtype: str = "bfloat16"
+    domain: str = "auto"
     timeout_s: float = 120.0
     trace_dir: str = ""
 

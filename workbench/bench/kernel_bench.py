@@ -21,7 +21,7 @@ from workbench.kernels.words import DECIDE_WORDS, Decide, aligned
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import Context, create_context
-from workbench.moe.group import VirtualGroup
+from workbench.moe.groups.virtual import VirtualGroup
 from workbench.moe.weights import Weights
 
 FIGURES = (

@@ -25,7 +25,7 @@ from workbench.errors import InputError
 from workbench.moe.autograd import routed_experts
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import create_context
-from workbench.moe.group import VirtualGroup
+from workbench.moe.groups.virtual import VirtualGroup
 from workbench.moe.oracle import oracle, relative_error
 from workbench.moe.weights import Weights
 from workbench.routing import route

@@ -1,6 +1,5 @@
-"""What a measurement was made on and with: device, versions, git state, memory, clocks."""
+"""What a measurement was made on and with, beside its device: versions, git state, free memory."""
 
-import os
 import platform
 import re
 import subprocess
@@ -14,29 +13,6 @@ import workbench
 
 _PACKAGES = ("torch", "triton", "numpy", "pandas")
 CGROUPS = Path("/sys/fs/cgroup")
-
-
-def device_label(device: str) -> str:
-    """The device by the name its driver gives it; a CPU says that it is one, and its cores."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name()
-    cores = len(os.sched_getaffinity(0))
-    return f"CPU {_cpu_name()}, {cores} core{'s' * (cores != 1)}"
-
-
-def clock_mhz(device: str) -> float | None:
-    """The device's clock as it is now, where it can be read."""
-    if device == "cuda":
-        import torch
-
-        try:
-            return float(torch.cuda.clock_rate())
-        except (RuntimeError, ModuleNotFoundError, AttributeError):
-            return None
-    found = [core.current for core in psutil.cpu_freq(percpu=True)]
-    return max(found) if found else None
 
 
 def available_bytes() -> int:
@@ -80,40 +56,6 @@ def git_state() -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-class PeakMemory:
-    """Peak memory from `reset` on: what the CUDA allocator handed out and reserved, or on a CPU the
-    process's resident set, which counts its libraries and the peers' shared pages it touched."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.kind = "CUDA allocator" if device == "cuda" else "resident set of the process (VmHWM)"
-
-    def reset(self) -> None:
-        if self.device == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            try:
-                Path("/proc/self/clear_refs").write_text("5")
-            except OSError:
-                self.kind += ", since its start"
-
-    def read(self) -> tuple[int, int | None]:
-        """(bytes allocated, bytes reserved or None) at the peak."""
-        if self.device == "cuda":
-            import torch
-
-            return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        found = re.search(r"^VmHWM:\s*(\d+) kB", _read("/proc/self/status"), re.MULTILINE)
-        return int(found[1]) * 1024 if found else 0, None
-
-
-def _cpu_name() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
 
 
 def _read(path: str | Path) -> str:

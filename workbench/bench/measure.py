@@ -4,14 +4,14 @@ Legend: P ranks, W windows, I iterations, E experts in all.
 """
 
 import math
-import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from workbench.bench import gate, machine
 from workbench.bench.case_layers import CaseLayers, SeededInputs
 from workbench.bench.job import Settings
 from workbench.bench.meter import Meter, between, routed_bytes
+from workbench.bench.monitor import Monitor
 from workbench.bench.timing import (
     TRIES,
     Clock,
     Floats,
-    make_clock,
     measure,
     prepare,
     slowest,
@@ -37,14 +37,23 @@ from workbench.model.cost import cost_table
 from workbench.moe.config import MoEConfig
 from workbench.moe.context import Context, create_context
 from workbench.moe.failures import CapacityError, ClosedError, PeerError
-from workbench.moe.group import PeerGroup
+from workbench.moe.groups.peers_group import PeerGroup
 from workbench.records.protocols import NOISY_ABOVE
 from workbench.records.record import make_record
 from workbench.records.schema import OwnRecord
+from workbench.runtime import find_runtime, to_host
 from workbench.systems import SYSTEMS
 
 GIB = 2**30
+T = TypeVar("T")
+
+
+class StageError(Exception):
+    """What one rank's part of a case failed with; raised on every rank, with its kind."""
+
+
 EXPECTED = (
+    StageError,
     InputError,
     CapacityError,
     gate.GateError,
@@ -56,10 +65,15 @@ EXPECTED = (
 
 
 def measure_case(
-    case: Case, group: PeerGroup, settings: Settings, limit_s: float = math.inf
+    case: Case,
+    group: PeerGroup,
+    settings: Settings,
+    limit_s: float = math.inf,
+    domains: Sequence[int] | None = None,
 ) -> OwnRecord:
     """The record of a case; collective, and complete on rank 0 alone, where others' samples are.
-    A noisy case is measured again as far as `limit_s` for all of it allows.
+    A noisy case is measured again as far as `limit_s` for all of it allows. `domains` has the
+    number of each rank's peer-access domain; by default all are in one.
 
     A case that fails in a way that every rank sees is a record with its reason. Raises PeerError
     or ClosedError where a rank is lost, and whatever else leaves the ranks in doubt.
@@ -67,36 +81,65 @@ def measure_case(
     started, began = datetime.now(UTC), time.perf_counter()
     found: dict[str, Any]
     try:
-        found = _measured(case, group, settings, began + limit_s)
+        found = _measured(case, group, settings, began + limit_s, domains or [0] * case.ep)
     except (PeerError, ClosedError):
         raise
     except EXPECTED as error:
-        found = {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+        found = {"status": "failed", "reason": _reason(error)}
     seconds = {"caseSeconds": round(time.perf_counter() - began, 4)}
     provenance = _provenance(group, settings) | found.pop("provenance", {})
     provenance |= {"started": started.isoformat(timespec="seconds"), **seconds}
-    return make_record(case, machine.device_label(settings.device), found, provenance)
+    return make_record(case, find_runtime(settings.device).label(), found, provenance)
 
 
-def _measured(case: Case, group: PeerGroup, settings: Settings, until: float) -> dict[str, Any]:
-    config = MoEConfig.from_case(case, dtype=settings.dtype, validate="first")
-    memory = machine.PeakMemory(settings.device)
-    memory.reset()
+def _reason(error: BaseException) -> str:
+    kind = "" if isinstance(error, StageError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".splitlines()[0]
+
+
+def _together(group: PeerGroup, make: Callable[[], T]) -> T:
+    """What `make` gives, which meets no peer; StageError on every rank where it fails on one, which
+    would leave its peers alone in the next collective."""
+    made, problem = None, None
+    try:
+        made = make()
+    except EXPECTED as error:
+        problem = _reason(error)
+    for p, found in enumerate(group.gather_objects(problem)):
+        if found is not None:
+            del made
+            raise StageError(f"{found} (rank {p})")
+    assert made is not None
+    return made
+
+
+def _measured(
+    case: Case, group: PeerGroup, settings: Settings, until: float, domains: Sequence[int]
+) -> dict[str, Any]:
+    runtime, protocol = group.runtime, settings.protocol
+    config = MoEConfig.from_case(
+        case, dtype=settings.dtype, validate="first", executor=runtime.executor
+    )
+    runtime.reset_peak()
     inputs = SeededInputs(case, settings.seed, settings.device)
     with create_context(config, group) as context:
-        layers = CaseLayers(case, context, inputs)
-        facts = _checked(case, layers, inputs, context)
-        clock = make_clock(settings.device, settings.protocol)
+        layers = _together(group, lambda: CaseLayers(case, context, inputs))
+        facts = _checked(case, layers, inputs, context, domains)
+        # what exchanges rows by collectives reads counts on the host, which no graph can hold
+        graphs = protocol.graphs and SYSTEMS[case.pipeline].peer_memory
+        clock = _together(group, lambda: Clock(group, graphs=graphs, flush_l2=protocol.flush_l2))
         timing = time.perf_counter()
-        tries = _timed(layers, context, clock, settings, until)
+        with Monitor(runtime) as monitor:
+            tries = _timed(layers, context, clock, settings, until)
         timed = time.perf_counter() - timing
-        mine = {"phases": _phases(layers, context), "peak": memory.read()}
+        mine = {"phases": _phases(layers, context), "telemetry": monitor.summary()}
         everyone = group.gather_objects(mine)
         if settings.trace_dir:
             _trace(layers, Path(settings.trace_dir) / case.id)
     uneven = [unevenness(samples["iteration"]) for samples in tries]
     used = int(np.argmin(uneven))
-    found = facts | _figures(case, tries[used], everyone, facts["provenance"]["traffic"])
+    peaks = facts["provenance"]["memory"]
+    found = facts | _figures(case, tries[used], peaks, facts["provenance"]["traffic"])
     if settings.protocol.windows > 1:
         found["noisy"] = uneven[used] > NOISY_ABOVE
     found["samples"]["otherTries"] = [
@@ -107,7 +150,10 @@ def _measured(case: Case, group: PeerGroup, settings: Settings, until: float) ->
     found["provenance"] = facts["provenance"] | {
         "clock": clock.name,
         "graphs": clock.captured,
+        "captured": list(layers.steps()) if clock.captured else [],
         "flushedBytes": clock.flushed_bytes,
+        "synchronised": "ranks meet before each window"
+        + (" and, on the device, before each iteration" if settings.device != "cpu" else ""),
         "tries": {
             "count": len(tries),
             "used": used,
@@ -115,7 +161,7 @@ def _measured(case: Case, group: PeerGroup, settings: Settings, until: float) ->
             "noisyAbove": NOISY_ABOVE,
         },
         "timedSeconds": round(timed, 4),
-        "memory": memory.kind,
+        "telemetry": [one["telemetry"] for one in everyone],
         "phasesMS": [one["phases"] for one in everyone],
     }
     return found
@@ -149,35 +195,42 @@ def _timed(
 
 
 def _checked(
-    case: Case, layers: CaseLayers, inputs: SeededInputs, context: Context
+    case: Case,
+    layers: CaseLayers,
+    inputs: SeededInputs,
+    context: Context,
+    domains: Sequence[int],
 ) -> dict[str, Any]:
-    """One metered iteration, its gate, and what it did: traffic, launches, memory plan, capacity.
-    Raises GateError on every rank where any rank is wrong."""
+    """One metered iteration, its gate, and what it did: traffic, launches, memory plan and peak,
+    capacity. Raises GateError on every rank where any rank is wrong."""
     group = context.group
     context.log, layers.counts = [], []
-    held: tuple[list[int], list[int]] = ([], [0] * case.layers)
+    held: list[tuple[list[int], list[int]]] = [([], [0] * case.layers) for _ in layers.ranks]
     with Meter(context) as meter:
         layers.forward()
         if layers.training:
-            held = layers.saved()
+            held = [layers.saved(rank) for rank in layers.ranks]
             layers.backward()
+    group.settle("the end of an iteration")
+    allocated, reserved, kind = group.runtime.peak()
     launches, context.log = [launch[1] for launch in context.log], None
-    counts, layers.counts = [count.numpy() for count in layers.counts], None
-    checked = gate.check(layers, inputs)
+    counts, layers.counts = [to_host(count).numpy() for count in layers.counts], None
+    checked = _together(group, lambda: gate.check(layers, inputs))
     mine = {
         "wrong": gate.faults(checked),
         "errors": checked["errors"],
         "held": held,
         "rows": meter.rows_PP,
         "words": meter.words_PP,
-        "host": os.uname().nodename,
+        "peak": (allocated, reserved),
     }
     everyone = group.gather_objects(mine)
+    held = [one for process in everyone for one in process["held"]]
     wrong = [f"rank {p}: {fault}" for p, one in enumerate(everyone) for fault in one["wrong"]]
     rows_PP = np.sum([one["rows"] for one in everyone], axis=0)
     counted_PP = np.sum(
         [
-            routed_bytes(case, count, [one["held"][1][layer] for one in everyone])
+            routed_bytes(case, count, [one[1][layer] for one in held])
             for layer, count in enumerate(counts)
         ],
         axis=0,
@@ -191,15 +244,15 @@ def _checked(
         )
     if wrong:
         raise gate.GateError("; ".join(wrong))
-    hosts = [one["host"] for one in everyone]
     worst = {name: max(one["errors"][name] for one in everyone) for name in checked["errors"]}
     words_PP = np.sum([one["words"] for one in everyone], axis=0)
     plan = context.plan
     return {
-        "capacity": _capacity(case, plan, everyone),
+        "capacity": _capacity(case, plan, held),
         "provenance": {
             "checked": checked | {"errors": worst},
-            "traffic": between(rows_PP, hosts) | {"besideRows": between(words_PP, hosts)},
+            "traffic": between(rows_PP, domains) | {"besideRows": between(words_PP, domains)},
+            "domains": list(domains),
             "routeTableRows": [
                 count.reshape(case.ep, case.ep, -1).sum(axis=2).tolist() for count in counts
             ],
@@ -209,18 +262,26 @@ def _checked(
                 "rowsAvailable": plan.rows_available,
                 **plan.part_bytes(),
             },
-            "executor": context.config.executor,
+            "memory": {
+                "counts": kind,
+                "allocatedBytes": [one["peak"][0] for one in everyone],
+                "reservedBytes": [one["peak"][1] for one in everyone],
+                "arenaBesideBytes": 0 if group.arena_in_allocator else plan.arena_bytes,
+            },
+            "executor": context.executor.name,
             "launches": launches,
         },
     }
 
 
-def _capacity(case: Case, plan: Any, everyone: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _capacity(
+    case: Case, plan: Any, ranks: Sequence[tuple[list[int], list[int]]]
+) -> dict[str, Any] | None:
     """The study's capacity fields of a packing case, from what the ranks held."""
     fields = SYSTEMS[case.pipeline].capacity
     if case.category != "packing" or case.mode != "training" or not fields:
         return None
-    held = [sum(one["held"][0]) for one in everyone]
+    held = [sum(one[0]) for one in ranks]
     scratch = sum(r.nbytes for r in plan.regions.values() if r.part == "scratch" and not r.alias)
     known = {
         "slotBytes": plan.slot_bytes,
@@ -231,7 +292,7 @@ def _capacity(case: Case, plan: Any, everyone: list[dict[str, Any]]) -> dict[str
         "slots": 1,
         "savedRank0Bytes": held[0],
         "maxSavedRankBytes": max(held),
-        "capacityRecomputeFlags": sum(sum(one["held"][1]) for one in everyone),
+        "capacityRecomputeFlags": sum(sum(one[1]) for one in ranks),
         "inspectedRankLayers": case.ep * case.layers,
     }
     return {name: known[name] for name in fields}
@@ -240,7 +301,7 @@ def _capacity(case: Case, plan: Any, everyone: list[dict[str, Any]]) -> dict[str
 def _figures(
     case: Case,
     samples: Mapping[str, Floats],
-    everyone: list[dict[str, Any]],
+    peaks: Mapping[str, Any],
     traffic: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The study's metrics from samples [P, W, I] in ms."""
@@ -255,15 +316,15 @@ def _figures(
         np.mean(np.add(traffic[f"{way}ScaleUp"], traffic[f"{way}ScaleOut"]))
         for way in ("sent", "received")
     )
-    reserved = [one["peak"][1] for one in everyone]
+    beside, reserved = peaks["arenaBesideBytes"], peaks["reservedBytes"]
     return {
         **times,
         "usefulTFPerGPU": float(amounts["usefulFLOP"] / seconds / 1e12),
         "modeledHBMGBps": float(amounts["modeledHBMBytes"] / seconds / 1e9),
         "meanTXGBps": float(sent / seconds / 1e9),
         "meanRXGBps": float(received / seconds / 1e9),
-        "peakAllocatedGiB": max(one["peak"][0] for one in everyone) / GIB,
-        "peakReservedBytes": None if None in reserved else max(reserved),
+        "peakAllocatedGiB": (max(peaks["allocatedBytes"]) + beside) / GIB,
+        "peakReservedBytes": None if None in reserved else max(reserved) + beside,
         "sharedSchedule": "sequential",
         "samples": {
             "unit": "ms",
@@ -276,16 +337,24 @@ def _figures(
 
 
 def _phases(layers: CaseLayers, context: Context) -> dict[str, float]:
-    """ms of each part of one iteration, apart from the timed windows, by step and part."""
-    spent: dict[str, float] = {}
+    """ms of each part of one iteration by step and part, between marks on the device; apart from
+    the timed windows, and not captured."""
+    marks: list[tuple[str, Any]] = []
     for step, run in layers.steps().items():
 
-        def note(part: str, seconds: float, step: str = step) -> None:
-            spent[f"{step} {part}"] = spent.get(f"{step} {part}", 0.0) + seconds * 1e3
+        def note(part: str, step: str = step) -> None:
+            mark = context.group.runtime.event()
+            mark.record()
+            marks.append((part and f"{step} {part}", mark))
 
         context.timer = note
         run()
     context.timer = None
+    context.group.settle("the end of an iteration")
+    spent: dict[str, float] = {}
+    for (_, before), (name, mark) in pairwise(marks):
+        if name:
+            spent[name] = spent.get(name, 0.0) + mark.ms_since(before)
     return {name: round(value, 6) for name, value in spent.items()}
 
 
@@ -297,7 +366,7 @@ def _trace(layers: CaseLayers, folder: Path) -> None:
         for run in layers.steps().values():
             run()
     folder.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(folder / f"rank{layers.rank}.trace.json"))
+    found.export_chrome_trace(str(folder / f"rank{layers.ranks[0]}.trace.json"))
 
 
 def _provenance(group: PeerGroup, settings: Settings) -> dict[str, Any]:
@@ -308,7 +377,6 @@ def _provenance(group: PeerGroup, settings: Settings) -> dict[str, Any]:
         "group": group.kind,
         "threadsPerRank": torch.get_num_threads(),
         "deviceKind": settings.device,
-        "clockMHz": machine.clock_mhz(settings.device),
         "versions": machine.versions(),
         "git": _git(),
         "host": socket.gethostname(),

@@ -20,6 +20,7 @@ from workbench.kernels.catalogue import OPS
 from workbench.kernels.peers import Peers
 from workbench.kernels.words import Decide
 from workbench.moe.context import Context
+from workbench.runtime import to_host
 from workbench.systems import SYSTEMS
 
 Ints = npt.NDArray[np.int64]
@@ -46,7 +47,7 @@ class Meter:
         del self._context.executor.launch, self._context.group.all_to_all
 
     def _launched(self, op: str, rank: int, arguments: dict[str, Any]) -> None:
-        words = arguments["decision"].tolist() if "decision" in arguments else []
+        words = to_host(arguments["decision"]).tolist() if "decision" in arguments else []
         runs = bool(words) and words[Decide.OK]
         if arguments.get("again"):
             runs = runs and words[Decide.KEPT] < words[Decide.ROWS]
@@ -59,9 +60,10 @@ class Meter:
     def _moved(
         self, rank: int, buffer: Peers, peers_R: Tensor | None, words: list[int], pulls: bool
     ) -> None:
-        if peers_R is None or buffer.all_P.shape[0] == 1 or _is_local(buffer):
+        if peers_R is None or len(buffer.bases_P) == 1 or _is_local(buffer):
             return  # the rank's own rows, or one that arrived by all-to-all
-        rows_P = torch.bincount(peers_R[: words[Decide.ROWS]].long(), minlength=len(self.rows_PP))
+        peers = to_host(peers_R)[: words[Decide.ROWS]].long()
+        rows_P = torch.bincount(peers, minlength=len(self.rows_PP))
         row_bytes = buffer.all_P.shape[-1] * buffer.all_P.element_size()
         amounts = self._table(buffer.all_P.shape[-1])
         bytes_P = rows_P.numpy() * row_bytes
@@ -81,7 +83,10 @@ class Meter:
 
 
 def _is_local(buffer: Peers) -> bool:
-    """Whether the rows of all ranks lie in one rank's arena, gathered there before."""
+    """Whether the rows of all ranks lie in one rank's arena, gathered there before; those that are
+    known by address alone do not."""
+    if len(buffer.all_P) != len(buffer.bases_P):
+        return False
     size = buffer.all_P[0].numel() * buffer.all_P.element_size()
     return buffer.all_P.stride(0) * buffer.all_P.element_size() == size
 
@@ -102,10 +107,10 @@ def routed_bytes(case: Case, counts_PE: npt.ArrayLike, recomputed_P: npt.ArrayLi
     return there * to_PP * (ways + again_P[None, :]) + back * ways * to_PP.T
 
 
-def between(bytes_PP: Ints, hosts: Sequence[str]) -> dict[str, list[int]]:
+def between(bytes_PP: Ints, domains: Sequence[int]) -> dict[str, list[int]]:
     """Bytes that each rank sends to and receives from others, those in its own peer-access domain
-    (scale-up: the same host) apart from those beyond it (scale-out)."""
-    names = np.asarray(hosts)
+    (scale-up; ranks of one domain have the same number) apart from those beyond it (scale-out)."""
+    names = np.asarray(domains)
     others = ~np.eye(len(bytes_PP), dtype=bool)
     near = (names[:, None] == names[None, :]) & others
     found = {}

@@ -21,7 +21,7 @@ from typing import IO, Any
 import workbench
 from workbench.bench.job import Folder, Job, Settings, as_dataclass
 from workbench.bench.launch import Ended, Hosts, JobRun, run_jobs
-from workbench.bench.machine import available_bytes, device_label
+from workbench.bench.machine import available_bytes
 from workbench.bench.matrix import check_memory, check_pipelines, check_ranks
 from workbench.bench.resume import flat, refuse_other
 from workbench.case import Case
@@ -29,14 +29,13 @@ from workbench.errors import InputError
 from workbench.files import read_json, write_atomic
 from workbench.records.record import make_record, read_record, write_record
 from workbench.records.schema import OwnRecord
+from workbench.runtime import find_runtime
 
 LIMIT_S = 600.0
 NEXT = "next.json"
 """Where the first host's driver tells the others what to start."""
 FOLLOW_S = 0.5
 """Before another host's driver reads it, so that one which just began has removed an old one."""
-GPUS = Path("/proc/driver/nvidia/gpus")
-"""Where the driver lists the GPUs, one entry each."""
 
 
 class SweepError(RuntimeError):
@@ -187,20 +186,23 @@ def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: 
 def _check_runs(sweep: Sweep, ranks: int | None, elsewhere: bool) -> None:
     """Raises InputError where a case cannot run: for want of a pipeline, ranks or memory."""
     device, nnodes = sweep.settings.device, sweep.hosts.nnodes
+    runtime = find_runtime(device)
     if ranks is None and not elsewhere:
         ranks = default_ranks(device) * nnodes
     if ranks is not None:
         check_ranks(sweep.cases, ranks, nnodes)
     check_pipelines(sweep.cases)
+    if not elsewhere:
+        most = max(case.ep for case in sweep.cases) // nnodes
+        if problem := runtime.problem(most):
+            raise InputError(f"device={device!r} {problem}")
     if device == "cpu" and not elsewhere:
         check_memory(sweep.cases, available_bytes(), nnodes)
 
 
 def default_ranks(device: str) -> int:
     """Ranks that this host can take on a device: its GPUs, or its cores, but two at least."""
-    if device == "cuda":
-        return len(list(GPUS.iterdir())) if GPUS.is_dir() else 0
-    return max(len(os.sched_getaffinity(0)), 2)
+    return find_runtime(device).count()
 
 
 def after(sweep: Sweep, waiting: list[Case], ended: Ended, counter: "CaseCounter") -> list[Case]:
@@ -221,7 +223,7 @@ def after(sweep: Sweep, waiting: list[Case], ended: Ended, counter: "CaseCounter
     found = {"status": "failed", "reason": ended.reason}
     record = make_record(
         at,
-        device_label("cpu") if sweep.settings.device == "cpu" else "unknown",
+        find_runtime("cpu").label() if sweep.settings.device == "cpu" else "unknown",
         found,
         {"lost": True},
     )

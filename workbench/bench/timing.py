@@ -1,13 +1,11 @@
 """The study's protocol: warm-ups, then windows of iterations; the slowest rank of each window.
 
 Every step of an iteration is timed for itself; a step's figure is the median over windows of the
-slowest rank's mean. On a CPU the clock is the process's; on a GPU CUDA events, with the steps
-captured as graphs and the L2 cache flushed before each iteration where asked for.
+slowest rank's mean.
 
 Legend: P ranks, W windows, I iterations of a window.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,84 +14,56 @@ import numpy.typing as npt
 import torch
 
 from workbench.bench.job import TimingProtocol
+from workbench.moe.groups.peers_group import PeerGroup
 
 Floats = npt.NDArray[np.float64]
 Step = Callable[[], Any]
 PERCENTILES = (20, 50, 80)
 TRIES = 3
 """How often a noisy case is measured at most, as far as its time limit allows."""
+AHEAD_MS = 5.0
+"""For which the stream is kept busy at the start of a window, so that launches run ahead."""
 
 
-class CpuClock:
-    """Times steps by the process's clock."""
+class Clock:
+    """Times steps by the device's events: on a CPU the process's clock, on a GPU marks in the
+    stream.
 
-    name = "time.perf_counter"
-    flushed_bytes = 0
-    captured = False
+    With `flush_l2` a buffer of twice the L2 cache is written before each iteration; then the ranks
+    meet on the device, so that they start together; both outside of what is timed. With `graphs`
+    each step is replayed from a graph of its own. Either only where the device has it: `captured`
+    and `flushed_bytes` say what is done.
+    """
+
+    def __init__(self, group: PeerGroup, *, graphs: bool, flush_l2: bool) -> None:
+        self.group, self.runtime = group, group.runtime
+        self.name = self.runtime.clock
+        self.captured = graphs and self.runtime.captures
+        self.flushed_bytes = 2 * self.runtime.l2_bytes() if flush_l2 else 0
+        self._flush = torch.empty(self.flushed_bytes, dtype=torch.uint8, device=group.device)
 
     def prepare(self, steps: Mapping[str, Step]) -> Mapping[str, Step]:
-        return steps
+        """The steps as they are timed; they must have run before."""
+        if not self.captured:
+            return steps
+        return dict(zip(steps, self.runtime.capture(list(steps.values())), strict=True))
 
     def window(self, steps: Sequence[Step], iterations: int) -> Floats:
         """ms from the start of an iteration to the end of each of its steps, [I, steps + 1], the
         first column being 0."""
-        marks = np.empty((iterations, len(steps) + 1))
-        for row in marks:
-            row[0] = time.perf_counter()
-            for n, step in enumerate(steps):
-                step()
-                row[n + 1] = time.perf_counter()
-        return (marks - marks[:, :1]) * 1e3
-
-
-class CudaClock:
-    """Times steps by CUDA events. With `flush_l2`, writes a buffer of twice the L2 cache before
-    each iteration, outside of what is timed."""
-
-    name = "torch.cuda.Event"
-
-    def __init__(self, *, graphs: bool, flush_l2: bool) -> None:
-        self.captured = graphs
-        size = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self.flushed_bytes = 2 * size if flush_l2 else 0
-        self._flush = torch.empty(self.flushed_bytes, dtype=torch.uint8, device="cuda")
-
-    def prepare(self, steps: Mapping[str, Step]) -> Mapping[str, Step]:
-        """The steps as replays of their graphs; they must have run before."""
-        if not self.captured:
-            return steps
-        replays: dict[str, Step] = {}
-        pool = torch.cuda.graph_pool_handle()
-        for name, step in steps.items():
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                step()
-            replays[name] = graph.replay
-        return replays
-
-    def window(self, steps: Sequence[Step], iterations: int) -> Floats:
-        events = [
-            [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
-            for _ in range(iterations)
-        ]
-        for marks in events:
+        event = self.runtime.event
+        rows = [[event() for _ in range(len(steps) + 1)] for _ in range(iterations)]
+        self.runtime.idle(AHEAD_MS)
+        for marks in rows:
             if self.flushed_bytes:
                 self._flush.zero_()
+            self.group.align()
             marks[0].record()
             for step, mark in zip(steps, marks[1:], strict=True):
                 step()
                 mark.record()
-        torch.cuda.synchronize()
-        return np.array([[marks[0].elapsed_time(mark) for mark in marks] for marks in events])
-
-
-Clock = CpuClock | CudaClock
-
-
-def make_clock(device: str, protocol: TimingProtocol) -> Clock:
-    if device == "cuda":
-        return CudaClock(graphs=protocol.graphs, flush_l2=protocol.flush_l2)
-    return CpuClock()
+        self.group.settle("the end of a window")
+        return np.array([[mark.ms_since(marks[0]) for mark in marks] for marks in rows])
 
 
 def prepare(

@@ -23,14 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workbench.bench.job import HUNG, LOST, UNWRITABLE, Folder, Job, read_job
+from workbench.bench.job import HUNG, LOST, UNWRITABLE, Folder, Job, Settings, read_job
 from workbench.bench.measure import measure_case
 from workbench.bench.torchrun import die_with_parent
 from workbench.case import Case
+from workbench.domain import domains
 from workbench.errors import InputError
 from workbench.moe.failures import ClosedError, PeerError
-from workbench.moe.group import CollectiveGroup, NvlinkGroup, SharedGroup
+from workbench.moe.groups.collective import CollectiveGroup
+from workbench.moe.groups.nvlink import NvlinkGroup
+from workbench.moe.groups.shared import SharedGroup
 from workbench.records.record import write_record
+from workbench.runtime import find_runtime
 
 GRACE_S = 2.0
 """From the stacks in the logs to the end of a rank, so that every rank gets to write its own."""
@@ -42,8 +46,6 @@ def main(folder_name: str, job_name: str) -> int:
     rank = int(os.environ["RANK"])
     _log_to(folder.log(job.name, rank))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if job.settings.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with contextlib.ExitStack() as stack:
         if rank == 0:
             stack.enter_context(_only_ranks(folder, job.limit_s))
@@ -56,17 +58,21 @@ def main(folder_name: str, job_name: str) -> int:
             return UNWRITABLE
         except (PeerError, ClosedError):
             traceback.print_exc()
-            return LOST
+            if job.settings.device == "cpu":
+                return LOST
+            # a stream that waits for a dead peer would not let the process end
+            sys.stderr.flush()
+            os._exit(LOST)
 
 
 def _cases(job: Job, folder: Folder, rank: int) -> int:
-    group: Any = make_group(job.settings.device, job.limit_s + 30)
+    group, numbers = make_group(job.settings, job.limit_s + 30)
     for number, case in enumerate(job.cases):
         with _in_time(job.limit_s):
             if rank == 0:
                 _await_turn(job, number)
                 _event(folder, job, case, "start")
-            record = measure_case(case, group, job.settings, job.limit_s)
+            record = measure_case(case, group, job.settings, job.limit_s, numbers)
             if rank == 0:
                 write_record(record, folder.record(case))
                 _event(folder, job, case, "end", status=record.status)
@@ -76,14 +82,31 @@ def _cases(job: Job, folder: Folder, rank: int) -> int:
     return 0
 
 
-def make_group(device: str, timeout_s: float) -> CollectiveGroup:
-    """The widest group that the ranks can form: peers' memory within one host, collectives beyond.
-    Collective."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, os.uname().nodename)
-    if len(set(hosts)) > 1:
-        return CollectiveGroup(timeout_s=timeout_s)
-    return (NvlinkGroup if device == "cuda" else SharedGroup)(timeout_s=timeout_s)
+def make_group(settings: Settings, timeout_s: float) -> tuple[CollectiveGroup, list[int]]:
+    """The widest group that the ranks can form, and the number of each rank's peer-access domain:
+    peers' memory within one domain, collectives beyond. Selects this rank's device. Collective;
+    InputError on every rank where one has no device to run on, or another one."""
+    runtime, label, fabric, problem = find_runtime(settings.device), "", None, None
+    try:
+        problem = runtime.problem(int(os.environ["LOCAL_WORLD_SIZE"]))
+        if problem is None:
+            runtime.select(int(os.environ["LOCAL_RANK"]))
+            label, fabric = runtime.label(), runtime.fabric()
+    except (InputError, RuntimeError) as error:  # torch raises the latter for what its driver says
+        problem = str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problem, label, fabric))
+    for rank, (found, name, _) in enumerate(everyone):
+        if found is not None:
+            raise InputError(f"device={settings.device!r} {found} (rank {rank})")
+        if name != everyone[0][1]:
+            raise InputError(f"device={name!r} on rank {rank} must be {everyone[0][1]!r} as on 0")
+    numbers = domains([fabric for *_, fabric in everyone], settings.domain)
+    if len(set(numbers)) > 1:
+        return CollectiveGroup(timeout_s=timeout_s, device=settings.device), numbers
+    if settings.device == "cpu":
+        return SharedGroup(timeout_s=timeout_s), numbers
+    return NvlinkGroup(timeout_s=timeout_s, device=settings.device), numbers
 
 
 def _log_to(path: Path) -> None:

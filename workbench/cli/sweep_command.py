@@ -16,7 +16,17 @@ Out = Annotated[
 ]
 
 
-RESUMED = ("device", "warmups", "windows", "iterations", "seed", "limit_s", "trace")
+RESUMED = (
+    "device",
+    "domain",
+    "graphs",
+    "warmups",
+    "windows",
+    "iterations",
+    "seed",
+    "limit_s",
+    "trace",
+)
 """Options that a resumed sweep takes from its folder; given all the same, they must be equal."""
 
 
@@ -39,6 +49,16 @@ def sweep_command(
         typer.Option(help="Ranks there are in all [default: GPUs, or cores, of the hosts]."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    graphs: Annotated[
+        bool, typer.Option("--graphs/--no-graphs", help="On a GPU, time CUDA graphs of the steps.")
+    ] = True,
+    domain: Annotated[
+        str,
+        typer.Option(
+            help="Which ranks reach each other's memory: auto (what the driver says, else the"
+            " host), host (each host its own) or job (all of them)."
+        ),
+    ] = "auto",
     warmups: Annotated[int, typer.Option(help="Iterations before the first window.")] = 10,
     windows: Annotated[int, typer.Option(help="Windows of each case.")] = 5,
     iterations: Annotated[int, typer.Option(help="Iterations of a window.")] = 30,
@@ -96,9 +116,9 @@ def sweep_command(
     from workbench.bench.resume import refuse_other
     from workbench.bench.sweep import open_sweep
     from workbench.runner.notebook import new_run_dir
+    from workbench.runtime import find_runtime
 
-    if device not in ("cpu", "cuda"):
-        raise InputError(f"device={device!r} must be cpu or cuda")
+    find_runtime(device)
     if slurm and beside:
         raise InputError("--beside cannot be measured with --slurm")
     if sbatch and not slurm:
@@ -108,9 +128,12 @@ def sweep_command(
     environment = tuple(_setting(text) for text in beside_env or ())
     folder = out or (_latest() if resume else new_run_dir("sweep"))
     settings = Settings(
-        protocol=TimingProtocol(warmups=warmups, windows=windows, iterations=iterations),
+        protocol=TimingProtocol(
+            warmups=warmups, windows=windows, iterations=iterations, graphs=graphs
+        ),
         seed=seed,
         device=device,
+        domain=domain,
         trace_dir=str(folder / "traces") if trace else "",
     )
     prefix: tuple[str, ...] = ()

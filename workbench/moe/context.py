@@ -5,7 +5,6 @@ with the `with` block; nothing that a peer does can leave memory behind.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -19,14 +18,17 @@ from workbench.errors import InputError
 from workbench.kernels.words import Code, Decide, Head, Peak
 from workbench.moe.arena import OursPlan, plan_ours
 from workbench.moe.config import MoEConfig
+from workbench.moe.executor_library import LibraryExecutor
 from workbench.moe.executor_torch import Dry, Logged, TorchExecutor
 from workbench.moe.executor_triton import TritonExecutor
 from workbench.moe.failures import ClosedError, failure
-from workbench.moe.group import PeerGroup, VirtualGroup
+from workbench.moe.groups.peers_group import PeerGroup
+from workbench.moe.groups.virtual import VirtualGroup
 from workbench.moe.pages import Lender
 from workbench.moe.pipelines.parts import AllToAll, Barrier, Gather, Part, Phase, load_pipeline
 from workbench.moe.step import Executor, RankMemory, Step, splits
 from workbench.moe.weights import Weights
+from workbench.runtime import to_host
 from workbench.systems import SYSTEMS
 
 FORWARD, BACKWARD = 0, 1
@@ -35,8 +37,8 @@ FORWARD, BACKWARD = 0, 1
 class Context:
     """Made by `create_context`. Not safe to use from two threads at a time.
 
-    `timer`, if set, is called with the name and the seconds of each part of a call. `log`, if set
-    to a list, receives every launch.
+    `timer`, if set, is called as a call starts, with "", and as each part has been queued, with its
+    name. `log`, if set to a list, receives every launch.
     """
 
     def __init__(self, config: MoEConfig, group: PeerGroup, plan: OursPlan) -> None:
@@ -48,12 +50,10 @@ class Context:
             for rank in group.hosted
         }
         self.device = arenas_PB.device
-        self.executor: TorchExecutor | TritonExecutor = (
-            TorchExecutor() if config.executor == "torch" else TritonExecutor(self.device)
-        )
+        self.executor = make_executor(config, self.device)
         self.lender = Lender()
         """Lends the weights' gradients."""
-        self.timer: Callable[[str, float], None] | None = None
+        self.timer: Callable[[str], None] | None = None
         self._closed: str | None = None
         self._held: dict[int, int] = {}
         self._loans = 0
@@ -117,8 +117,9 @@ class Context:
     def peaks(self) -> dict[int, dict[str, int]]:
         """For each hosted rank, its `Peak` words by lower-case name; a host read."""
         return {
-            rank: {p.name.lower(): int(self.memory(rank).own("peaks")[p]) for p in Peak}
+            rank: {p.name.lower(): words[p] for p in Peak}
             for rank in self.group.hosted
+            for words in [to_host(self.memory(rank).own("peaks")).tolist()]
         }
 
     def counts(self, entry: int) -> Tensor:
@@ -126,12 +127,15 @@ class Context:
         return self.memory(self.group.hosted[0]).own(f"counts_PE.{entry}").clone()
 
     def check(self) -> None:
-        """Raises what ranks agreed was wrong since the last check; the same on every rank."""
+        """Raises what ranks agreed was wrong since the last check; the same on every rank. Waits
+        for the device: PeerError where it waits for a peer that does not come."""
         for rank in self.group.hosted:
             memory = self.memory(rank)
-            words = memory.own("first_error").tolist()
+            self.group.settle("check")
+            words = to_host(memory.own("first_error")).tolist()
             if words[Decide.CODE] != Code.OK:
-                text = bytes(memory.own("error_text").tolist()).rstrip(b"\0").decode()
+                said = to_host(memory.own("error_text")).tolist()
+                text = bytes(said).rstrip(b"\0").decode()
                 for other in self.group.hosted:
                     self.memory(other).own("first_error").zero_()
                 raise failure(words, text, self.config)
@@ -164,7 +168,7 @@ class Context:
         self._held.pop(entry, None)
         if self._closed is None:
             for rank in self.group.hosted:
-                self.memory(rank).own("decisions")[entry, Decide.END] = 0
+                self.memory(rank).own("decisions")[entry, Decide.END].zero_()
 
     def drop_entry(self, entry: int, loan: int) -> None:
         """What held the entry went away without a backward; freed at the next forward."""
@@ -194,14 +198,11 @@ class Context:
         for step in steps:
             self._announce(step, kind, problem)
         with self.expected():
+            tell = self.timer or (lambda part: None)
+            tell("")
             for part in parts_of(self.config, kind):
-                began = time.perf_counter()
                 self._part(part, steps)
-                if self.timer is not None:
-                    self.timer(
-                        part.name if isinstance(part, Phase | Barrier) else type(part).__name__,
-                        time.perf_counter() - began,
-                    )
+                tell(part.name if isinstance(part, Phase | Barrier) else type(part).__name__)
         if self.config.validate == "always" or (
             self.config.validate == "first" and kind not in self._validated
         ):
@@ -210,12 +211,14 @@ class Context:
 
     def _announce(self, step: Step, kind: int, problem: str | None) -> None:
         head = step.own("head").zero_()
-        # Fills, not a copy from host memory: a CUDA graph can hold them.
-        head[Head.KIND], head[Head.ENTRY], head[Head.CALL] = kind, step.entry, self._calls
+        # Fills: an assigned number is a copy from the host, which a graph cannot hold.
+        for word, value in ((Head.KIND, kind), (Head.ENTRY, step.entry), (Head.CALL, self._calls)):
+            head[word].fill_(value)
         if problem is not None:
-            head[Head.CODE] = int(Code.HOST)
+            head[Head.CODE].fill_(int(Code.HOST))
             text = problem.encode()[: step.own("text").shape[0]]
-            step.own("text").zero_()[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+            said = torch.tensor(list(text), dtype=torch.uint8).to(self.device)
+            step.own("text").zero_()[: len(text)].copy_(said)
 
     def _part(self, part: Any, steps: Sequence[Step]) -> None:
         if isinstance(part, Phase):
@@ -230,6 +233,8 @@ class Context:
                     self.group.all_gather([(s.own(own), s.own(everyone)) for s in steps])
         elif isinstance(part, AllToAll) and self._in_step(steps[0]):
             cuts = [splits(step, part.back) for step in steps]
+            if isinstance(self.executor, LibraryExecutor):
+                self.executor.words = {s.rank: s.words for s in steps if s.words is not None}
             self.group.all_to_all(
                 [
                     (s.own(part.send), out, s.own(part.receive), into)
@@ -240,8 +245,17 @@ class Context:
     def _in_step(self, step: Step) -> bool:
         """Whether all ranks are in the same call, by the heads just gathered; else their further
         collectives would not match."""
-        calls_PH = step.own("heads_PH")[:, Head.KIND : Head.CALL + 1]
+        calls_PH = to_host(step.own("heads_PH"))[:, Head.KIND : Head.CALL + 1]
         return bool((calls_PH == calls_PH[0]).all())
+
+
+def make_executor(config: MoEConfig, device: torch.device) -> TorchExecutor | TritonExecutor:
+    """What runs the ops of a context. On a GPU, a baseline without peers' memory takes torch's own
+    grouped products, as its users would. Raises InputError where kernels cannot run."""
+    if config.executor == "torch":
+        return TorchExecutor()
+    library = device.type != "cpu" and not SYSTEMS[config.pipeline].peer_memory
+    return (LibraryExecutor if library else TritonExecutor)(device)
 
 
 def parts_of(config: MoEConfig, kind: int) -> tuple[Part, ...]:
@@ -269,7 +283,7 @@ def create_context(config: MoEConfig, group: PeerGroup) -> Context:
         problem = None
         if config.executor == "triton":
             try:
-                TritonExecutor(group.device)
+                make_executor(config, group.device)
             except InputError as error:
                 problem = str(error)
     everyone = group.gather_objects((dataclasses.asdict(config), problem))

@@ -17,6 +17,8 @@ Logged = tuple[int, str, tuple[str, ...]]
 class TorchExecutor:
     """Runs each op at once. With `log`, notes its launches there."""
 
+    name = "torch"
+
     def __init__(self, log: list[Logged] | None = None) -> None:
         self.log = log
 

@@ -10,8 +10,9 @@ import torch
 
 from workbench.errors import InputError
 from workbench.kernels.catalogue import OPS
-from workbench.kernels.device import run, target_of
+from workbench.kernels.device import target_of
 from workbench.moe.executor_torch import Logged, describe
+from workbench.runtime import find_runtime
 
 _INPUTS = ("x_TD", "w13_E2FD", "w2_EDF")
 
@@ -20,9 +21,11 @@ class TritonExecutor:
     """Runs each op on `device`. With `log`, notes its launches there. Raises InputError where
     kernels cannot run."""
 
+    name = "triton"
+
     def __init__(self, device: torch.device, log: list[Logged] | None = None) -> None:
         self.log = log
-        self.on = device if device.type == "cuda" else -1  # torch's number for no GPU
+        self.device, self.runtime = device, find_runtime(device.type)
         try:
             self.target = target_of(device)
         except ValueError as error:
@@ -33,6 +36,4 @@ class TritonExecutor:
             self.log.append(describe(op, rank, arguments))
         # Where the host refused the input there is none, and every op would be a no-op.
         if all(arguments.get(name, arguments) is not None for name in _INPUTS):
-            # Triton launches on the current device, wherever the addresses it is given point.
-            with torch.cuda.device(self.on):
-                run(OPS[op].entry(self.target, **arguments))
+            self.runtime.launch(self.device, OPS[op].entry(self.target, **arguments))

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from workbench.errors import InputError
 from workbench.moe.autograd import routed_experts
 from workbench.moe.context import Context, create_context
-from workbench.moe.group import CollectiveGroup, NvlinkGroup, SharedGroup, VirtualGroup
+from workbench.moe.groups.collective import CollectiveGroup
+from workbench.moe.groups.nvlink import NvlinkGroup
+from workbench.moe.groups.shared import SharedGroup
+from workbench.moe.groups.virtual import VirtualGroup
 from workbench.moe.weights import Weights
 from workbench.systems import SYSTEMS
 

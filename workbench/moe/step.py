@@ -9,9 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from workbench.kernels.peers import Kept, Peers
+from workbench.kernels.words import Decide, operand_offset
 from workbench.moe.arena import OursPlan
 from workbench.moe.config import MoEConfig
 from workbench.moe.weights import NO_WEIGHTS, Weights
+from workbench.runtime import to_host
 
 
 class Executor(Protocol):
@@ -34,7 +36,8 @@ class RankMemory:
         # The same bytes as another storage: torch refuses to read a table of all ranks' rows and
         # to write between them, as it compares the outer bounds.
         self._window_PB = _alias(arenas_PB)
-        self.row_bytes_O = torch.tensor(plan.row_bytes, dtype=torch.int64, device=arenas_PB.device)
+        row_bytes_O = torch.tensor(plan.row_bytes, dtype=torch.int64)
+        self.row_bytes_O = row_bytes_O.to(arenas_PB.device)
         self._own: dict[str, Tensor] = {}
         self._peers: dict[str, Peers] = {}
 
@@ -121,6 +124,10 @@ class Step:
     dx_TD: Tensor | None = None
     dscores_TK: Tensor | None = None
     gradients: Weights = NO_WEIGHTS
+    words: list[int] | None = None
+    """The decision, and `counts_PE`, as the host has read them; None before: what exchanges rows by
+    collectives reads them once in a call, which a graph then cannot hold."""
+    counts_PE: Any = None
 
     def launch(self, op: str, **arguments: Any) -> None:
         self.executor.launch(op, self.rank, arguments)
@@ -147,7 +154,12 @@ class Step:
             row_bytes_O=self.memory.row_bytes_O,
             width=operand.width,
             dtype=getattr(torch, operand.dtype),
+            place=None if self.words is None else self._place(index, self.words),
         )
+
+    def _place(self, index: int, words: Sequence[int]) -> tuple[int, int]:
+        rows = words[Decide.ROWS]
+        return words[Decide.BASE] + operand_offset(rows, self.plan.row_bytes[:index]), rows
 
     @property
     def decision(self) -> Tensor:
@@ -163,8 +175,11 @@ class Step:
 def splits(step: Step, back: bool) -> tuple[Sequence[int], Sequence[int]]:
     """Rows sent to and received from each rank; nothing where the call does not run."""
     ranks = step.config.ep
-    if not step.decision[0]:
+    if step.words is None:
+        step.words = to_host(step.decision).tolist()
+        step.counts_PE = to_host(step.own("counts_PE"))
+    if not step.words[Decide.OK]:
         return [0] * ranks, [0] * ranks
-    counts_PPe = step.own("counts_PE").view(ranks, ranks, -1).sum(2)
-    out, into = counts_PPe[step.rank].tolist(), counts_PPe[:, step.rank].tolist()
+    counts_PP = step.counts_PE.view(ranks, ranks, -1).sum(2)
+    out, into = counts_PP[step.rank].tolist(), counts_PP[:, step.rank].tolist()
     return (into, out) if back else (out, into)
