@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from .device import Launch, Target
+from .device import Launch, Target, absent_device
 
 TARGETS = {
     "sm_90a": Target(arch=90, sms=132),
@@ -62,38 +60,14 @@ class Facts:
 
 
 def compile_launch(launch: Launch, target: str) -> tuple[Facts, str]:
-    """Facts and PTX of a launch compiled for one of TARGETS, with the options that `run` uses.
+    """Facts and PTX of a launch compiled for one of TARGETS, as Triton would do to run it there.
 
     The process must not be in interpreter mode. Results are cached on disk by Triton.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 must not be set where kernels are compiled")
-    names = list(launch.kernel.arg_names)
-    signature, constants, attributes = {}, dict(launch.constants), {}
-    integers = launch.integers
-    for i, name in enumerate(names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        value = integers[name]
-        if name.endswith("_at"):
-            signature[name] = "i64"
-        elif value == 1:  # Triton makes a kernel of its own for an argument that is 1.
-            signature[name], constants[name] = "constexpr", 1
-            continue
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        if value % 16 == 0:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes),
-        target=GPUTarget("cuda", TARGETS[target].arch, 32),
-        options={
-            "num_warps": launch.num_warps,
-            "num_stages": launch.num_stages,
-            "enable_fp_fusion": False,
-        },
-    )
+    with absent_device(TARGETS[target].arch):
+        compiled = launch.compile()
     ptx = str(compiled.asm["ptx"])
     usage = _usage(compiled.asm["cubin"])
     data: Any = compiled.metadata

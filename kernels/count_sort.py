@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import Launch, Target, cdiv, pointer, word
+from .device import Launch, Target, cdiv, kernel, pointer, word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ def _items(decision_at, N, OK: tl.constexpr, ROWS_WORD: tl.constexpr):
     return N
 
 
-@triton.jit
+@kernel
 def count_kernel(
-    bases_at,
-    offset,
-    decision_at,
-    counts_at,
+    bases_at: tl.int64,
+    offset: tl.int64,
+    decision_at: tl.int64,
+    counts_at: tl.int64,
     N,
     blocks,
     KEYS,
@@ -75,8 +75,16 @@ def count_kernel(
         tl.store(pointer(counts_at, tl.int32) + at, count, mask=key < KEYS)
 
 
-@triton.jit
-def prefix_kernel(counts_at, totals_at, P, blocks, KEYS, TOTALS: tl.constexpr, SCAN: tl.constexpr):
+@kernel
+def prefix_kernel(
+    counts_at: tl.int64,
+    totals_at: tl.int64,
+    P,
+    blocks,
+    KEYS,
+    TOTALS: tl.constexpr,
+    SCAN: tl.constexpr,
+):
     """Grid: KEYS. counts: int32 [KEYS, G], turned into what lies before each block of the same
     key; totals (with TOTALS): int64 [P, KEYS], items of each source and key. The sum of a key's
     counts is written behind the last: counts has room for KEYS more."""
@@ -98,8 +106,16 @@ def prefix_kernel(counts_at, totals_at, P, blocks, KEYS, TOTALS: tl.constexpr, S
     tl.store(sums + key, before)
 
 
-@triton.jit
-def starts_kernel(counts_at, starts_at, G, KEYS, first_key, keys, KEYS_2: tl.constexpr):
+@kernel
+def starts_kernel(
+    counts_at: tl.int64,
+    starts_at: tl.int64,
+    G,
+    KEYS,
+    first_key: tl.int32,
+    keys,
+    KEYS_2: tl.constexpr,
+):
     """Grid: 1. starts: int64 [keys + 1], first place of each key from first_key on, and the end."""
     key = tl.arange(0, KEYS_2)
     sums = pointer(counts_at, tl.int32) + (tl.full([], 0, tl.int64) + G) * KEYS + first_key
@@ -110,18 +126,18 @@ def starts_kernel(counts_at, starts_at, G, KEYS, first_key, keys, KEYS_2: tl.con
     tl.store(starts + keys, tl.sum(count, 0))
 
 
-@triton.jit
+@kernel
 def place_kernel(
-    bases_at,
-    offset,
-    decision_at,
-    counts_at,
-    starts_at,
-    first_at,
-    second_at,
+    bases_at: tl.int64,
+    offset: tl.int64,
+    decision_at: tl.int64,
+    counts_at: tl.int64,
+    starts_at: tl.int64,
+    first_at: tl.int64,
+    second_at: tl.int64,
     N,
     blocks,
-    first_key,
+    first_key: tl.int32,
     keys,
     room,
     OK: tl.constexpr,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .device import ALIGNED, pointer, word
+from .device import ALIGNED, kernel, pointer, word
 from .words import DECIDE_WORDS, TEXT_BYTES, Code, Decide, Head, Peak
 
 D_OK, D_ROWS, D_KEPT, D_BASE, D_END, D_CODE, D_RANK, D_A, D_B = (
@@ -75,27 +75,27 @@ def _note_error(mine, code, who, a, b, texts_at, texts_offset, first_error_at, e
         tl.store(pointer(error_text_at, tl.uint8) + c, value)
 
 
-@triton.jit
+@kernel
 def decide_kernel(
-    heads_at,
-    heads_offset,
-    counts_at,
-    decisions_at,
-    texts_at,
-    texts_offset,
-    first_error_at,
-    error_text_at,
-    peaks_at,
+    heads_at: tl.int64,
+    heads_offset: tl.int64,
+    counts_at: tl.int64,
+    decisions_at: tl.int64,
+    texts_at: tl.int64,
+    texts_offset: tl.int64,
+    first_error_at: tl.int64,
+    error_text_at: tl.int64,
+    peaks_at: tl.int64,
     P,
     per_rank,
     entries,
-    entry,
-    rank,
+    entry: tl.int32,
+    rank: tl.int32,
     rows_available,
-    slot_from,
-    slot_bytes,
-    row_bytes_at,
-    scratch,
+    slot_from: tl.int64,
+    slot_bytes: tl.int64,
+    row_bytes_at: tl.int64,
+    scratch: tl.int64,
     SAVES: tl.constexpr,
     OPERANDS: tl.constexpr,
     P_2: tl.constexpr,
@@ -167,15 +167,15 @@ def decide_kernel(
         tl.store(peaks + P_RECOMPUTED, tl.load(peaks + P_RECOMPUTED) + recompute)
 
 
-@triton.jit
+@kernel
 def decide_backward_kernel(
-    heads_at,
-    heads_offset,
-    decision_at,
-    texts_at,
-    texts_offset,
-    first_error_at,
-    error_text_at,
+    heads_at: tl.int64,
+    heads_offset: tl.int64,
+    decision_at: tl.int64,
+    texts_at: tl.int64,
+    texts_offset: tl.int64,
+    first_error_at: tl.int64,
+    error_text_at: tl.int64,
     P,
     P_2: tl.constexpr,
 ):
@@ -189,7 +189,7 @@ def decide_backward_kernel(
             tl.store(mine + D_OK, 0)
 
 
-@triton.jit
-def release_kernel(decision_at, END: tl.constexpr):
+@kernel
+def release_kernel(decision_at: tl.int64, END: tl.constexpr):
     """Grid: 1."""
     tl.store(pointer(decision_at, tl.int64) + END, 0)

@@ -9,7 +9,9 @@ knows, peers' memory belongs to other processes, and the interpreter copies the 
 every tensor that it is given, over what peers write meanwhile.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 
 from .peers import Kept
 from .words import ALIGNMENT_BYTES, Decide
@@ -49,6 +52,16 @@ class Target:
 
 
 INTERPRETER = Target(arch=0, sms=2)
+
+
+def kernel(fn: Callable[..., None]) -> Any:
+    """`triton.jit` of a kernel that is launched. Arguments annotated with a type, such as `entry:
+    tl.int32`, have that type and make no other code whatever their value: addresses, and all that
+    differs between the ranks, entries or calls of one context. Without it a rank would compile
+    while its peers wait. Other integers are specialised: 1, multiples of 16, their width."""
+    parameters = inspect.signature(fn).parameters.values()
+    fixed = [p.name for p in parameters if isinstance(p.annotation, tl.dtype)]
+    return triton.jit(do_not_specialize=fixed)(fn)
 
 
 def target_of(device: torch.device) -> Target:
@@ -91,18 +104,81 @@ class Launch:
             for name, value in self.args.items()
         }
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told besides arguments; the interpreter is told nothing."""
+        if INTERPRET.value:
+            return {}
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            # A product and a sum are rounded one after the other, as in the twins.
+            "enable_fp_fusion": False,
+        }
+
     def run(self) -> None:
-        options = (
-            {}
-            if INTERPRET.value
-            else {
-                "num_warps": self.num_warps,
-                "num_stages": self.num_stages,
-                # A product and a sum are rounded one after the other, as in the twins.
-                "enable_fp_fusion": False,
-            }
+        self.kernel[(self.grid,)](**self.integers, **self.constants, **self.options)
+
+    def compile(self) -> Any:
+        """What Triton would launch here, compiled and not launched; see `prepare`. Under
+        `absent_device` it is compiled for that device. Not for the interpreter."""
+        return self.kernel.warmup(
+            grid=(self.grid,), **self.integers, **self.constants, **self.options
         )
-        self.kernel[(self.grid,)](**self.integers, **self.constants, **options)
+
+
+def prepare(launches: Iterable[Launch]) -> None:
+    """Compiles the launches' kernels and loads them onto the current device, so that `run` does
+    neither, which could last while peers wait. In the interpreter there is nothing to do."""
+    if INTERPRET.value:
+        return
+    for launch in launches:
+        launch.compile().run  # noqa: B018 (Triton loads a kernel as this is looked up)
+
+
+@contextmanager
+def absent_device(arch: int, name: str = "absent") -> Iterator[None]:
+    """Inside, Triton compiles for an NVIDIA GPU that is not there, by the very way of a launch.
+    `name` tells Triton's caches of kernels apart. Not for several threads at a time."""
+    before = triton.runtime.driver._active  # asking for it would look for a GPU
+    triton.runtime.driver.set_active(_AbsentDriver(GPUTarget("cuda", arch, 32), f"{name}-{arch}"))
+    try:
+        yield
+    finally:
+        triton.runtime.driver.set_active(before)
+
+
+@dataclass(frozen=True)
+class _AbsentDriver:
+    """What compiling asks of Triton's driver."""
+
+    target: GPUTarget
+    device: str
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return self.device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+def specialisation(launch: Launch, arch: int) -> str:
+    """The key by which Triton finds the code of a launch: launches of one key share it. Nothing is
+    compiled, and no GPU is needed. The process must not be in interpreter mode."""
+    found: list[str] = []
+
+    def keep(*, key: str, **_: Any) -> bool:
+        found.append(key)
+        return True  # tells Triton that the code comes from elsewhere
+
+    with absent_device(arch, "key"), triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = keep
+        launch.compile()
+    (key,) = found
+    return f"{launch.name}{key}"
 
 
 def run(launches: Iterable[Launch]) -> None:
@@ -160,7 +236,7 @@ def cdiv(a: int, b: int) -> int:
 @triton.jit
 def pointer(at, dtype: tl.constexpr, VECTOR: tl.constexpr = False):
     """A typed pointer of an address, or of each; VECTOR promises that it divides by 16."""
-    # An address of 0 stands for none; as an argument it is an int32.
+    # To the interpreter an address of 0, which stands for none, is an int32.
     p = (at + tl.full([], 0, tl.int64)).to(tl.pointer_type(dtype))
     if VECTOR:
         p = tl.multiple_of(p, 16)

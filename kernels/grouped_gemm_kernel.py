@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .device import matmul, operand, peer_rows, pointer, rounded, signal, wait, word
+from .device import kernel, matmul, operand, peer_rows, pointer, rounded, signal, wait, word
 
 
 @triton.jit
@@ -115,22 +115,22 @@ def _product(
     tl.store(to[:, None] + column[None, :], rounded(acc, DTYPE), mask=mask)
 
 
-@triton.jit
+@kernel
 def grouped_gemm_kernel(
-    arena_at,
-    row_bytes_at,
-    decision_at,
-    a_at,
-    b_at,
-    out_at,
-    bases_at,
-    offset,
-    rank_at,
-    row_at,
+    arena_at: tl.int64,
+    row_bytes_at: tl.int64,
+    decision_at: tl.int64,
+    a_at: tl.int64,
+    b_at: tl.int64,
+    out_at: tl.int64,
+    bases_at: tl.int64,
+    offset: tl.int64,
+    rank_at: tl.int64,
+    row_at: tl.int64,
     divisor,
-    tasks_at,
-    counts_at,
-    counters_at,
+    tasks_at: tl.int64,
+    counts_at: tl.int64,
+    counters_at: tl.int64,
     first_product,
     E,
     N,

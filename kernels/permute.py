@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .count_sort import count_sort
-from .device import TRITON_DTYPE, Launch, Target, address, cdiv, in_16_bytes, pointer, word
+from .device import TRITON_DTYPE, Launch, Target, address, cdiv, in_16_bytes, kernel, pointer, word
 from .ops import Cost, op
 from .words import Decide
 
@@ -68,12 +68,12 @@ def choose_permute(target: Target, *, D: int, vector: bool) -> MoveChoice:
     return MoveChoice(BR=max(1, (8192 if vector else 1024) // BD), BD=BD, warps=4)
 
 
-@triton.jit
+@kernel
 def move_kernel(
-    rows_at,
-    order_at,
-    decision_at,
-    out_at,
+    rows_at: tl.int64,
+    order_at: tl.int64,
+    decision_at: tl.int64,
+    out_at: tl.int64,
     count,
     D,
     divisor,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import TRITON_DTYPE, Launch, Target, address, cdiv, in_16_bytes, pointer, word
+from .device import TRITON_DTYPE, Launch, Target, address, cdiv, in_16_bytes, kernel, pointer, word
 from .ops import Arguments, Blanks, Cost, op
 from .words import Code, Head
 
@@ -73,11 +73,11 @@ def choose_publish(target: Target, *, K: int) -> CopyChoice:
     return CopyChoice(BLOCK=8192, BT=max(1, 1024 // triton.next_power_of_2(K)), warps=4)
 
 
-@triton.jit
+@kernel
 def copy_kernel(
-    head_at,
-    from_at,
-    to_at,
+    head_at: tl.int64,
+    from_at: tl.int64,
+    to_at: tl.int64,
     count,
     CODE: tl.constexpr,
     FROM: tl.constexpr,
@@ -93,11 +93,11 @@ def copy_kernel(
         tl.store(pointer(to_at, TO, VECTOR) + i, value.to(TO), mask=i < count)
 
 
-@triton.jit
+@kernel
 def check_kernel(
-    ids_at,
-    scores_at,
-    found_at,
+    ids_at: tl.int64,
+    scores_at: tl.int64,
+    found_at: tl.int64,
     T,
     K,
     experts,
@@ -132,11 +132,11 @@ def check_kernel(
     tl.store(pointer(found_at, tl.int64) + tl.program_id(0), tl.min(tl.min(least, 1), 0))
 
 
-@triton.jit
+@kernel
 def note_kernel(
-    head_at,
-    ids_at,
-    found_at,
+    head_at: tl.int64,
+    ids_at: tl.int64,
+    found_at: tl.int64,
     blocks,
     K,
     IDS: tl.constexpr,

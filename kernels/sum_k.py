@@ -17,6 +17,7 @@ from .device import (
     address,
     cdiv,
     in_16_bytes,
+    kernel,
     pointer,
     rounded,
     widened,
@@ -85,12 +86,12 @@ def choose_sum_k(target: Target, *, D: int) -> SumChoice:
     return SumChoice(BT=max(1, 2048 // BD), BD=BD, warps=4)
 
 
-@triton.jit
+@kernel
 def sum_k_kernel(
-    rows_at,
-    scores_at,
-    decision_at,
-    out_at,
+    rows_at: tl.int64,
+    scores_at: tl.int64,
+    decision_at: tl.int64,
+    out_at: tl.int64,
     T,
     K,
     D,
@@ -122,9 +123,14 @@ def sum_k_kernel(
     tl.store(pointer(out_at, OUT, VECTOR) + at, rounded(total, OUT), mask=mask)
 
 
-@triton.jit
+@kernel
 def take_dscores_kernel(
-    dscores_at, decision_at, out_at, count, OK: tl.constexpr, BLOCK: tl.constexpr
+    dscores_at: tl.int64,
+    decision_at: tl.int64,
+    out_at: tl.int64,
+    count,
+    OK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Grid: blocks. dscores, out: float32 [count]."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

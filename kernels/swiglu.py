@@ -21,6 +21,7 @@ from .device import (
     address,
     cdiv,
     in_16_bytes,
+    kernel,
     operand,
     pointer,
     rounded,
@@ -86,12 +87,12 @@ def clamped(gate, up, LIMIT: tl.constexpr):
     return gate, up
 
 
-@triton.jit
+@kernel
 def swiglu_kernel(
-    arena_at,
-    row_bytes_at,
-    decision_at,
-    act_at,
+    arena_at: tl.int64,
+    row_bytes_at: tl.int64,
+    decision_at: tl.int64,
+    act_at: tl.int64,
     F,
     OK: tl.constexpr,
     ROWS_WORD: tl.constexpr,

@@ -5,7 +5,6 @@ Legend: P ranks, T tokens per rank, K experts per token, F expert width, R rows,
 
 import torch
 import torch.nn.functional as functional
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from .device import (
     Launch,
     Target,
     cdiv,
+    kernel,
     operand,
     peer_rows,
     pointer,
@@ -87,21 +87,21 @@ def swiglu_backward_torch(
     back_N1[back_R] = ds_R1
 
 
-@triton.jit
+@kernel
 def swiglu_backward_kernel(
-    arena_at,
-    row_bytes_at,
-    decision_at,
-    rank_at,
-    row_at,
-    scores_bases_at,
-    scores_offset,
-    g_at,
-    dscores_bases_at,
-    dscores_offset,
-    back_rank_at,
-    back_row_at,
-    act_at,
+    arena_at: tl.int64,
+    row_bytes_at: tl.int64,
+    decision_at: tl.int64,
+    rank_at: tl.int64,
+    row_at: tl.int64,
+    scores_bases_at: tl.int64,
+    scores_offset: tl.int64,
+    g_at: tl.int64,
+    dscores_bases_at: tl.int64,
+    dscores_offset: tl.int64,
+    back_rank_at: tl.int64,
+    back_row_at: tl.int64,
+    act_at: tl.int64,
     F,
     OK: tl.constexpr,
     ROWS_WORD: tl.constexpr,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import Launch, Target, cdiv, pointer, word
+from .device import Launch, Target, cdiv, kernel, pointer, word
 from .words import Decide
 
 
@@ -127,13 +127,13 @@ def task_table_torch(
     return tasks, torch.tensor([len(gathers), len(products)], dtype=torch.int32), counters
 
 
-@triton.jit
+@kernel
 def task_table_kernel(
-    starts_at,
-    decision_at,
-    tasks_at,
-    counts_at,
-    counters_at,
+    starts_at: tl.int64,
+    decision_at: tl.int64,
+    tasks_at: tl.int64,
+    counts_at: tl.int64,
+    counters_at: tl.int64,
     experts,
     products,
     AGAIN: tl.constexpr,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from .device import (
     address,
     cdiv,
     in_16_bytes,
+    kernel,
     matmul,
     operand,
     operand_args,
@@ -128,15 +128,15 @@ def choose_wgrad(
     )
 
 
-@triton.jit
+@kernel
 def wgrad_kernel(
-    arena_at,
-    row_bytes_at,
-    decision_at,
-    a_at,
-    b_at,
-    starts_at,
-    out_at,
+    arena_at: tl.int64,
+    row_bytes_at: tl.int64,
+    decision_at: tl.int64,
+    a_at: tl.int64,
+    b_at: tl.int64,
+    starts_at: tl.int64,
+    out_at: tl.int64,
     E,
     M,
     N,
