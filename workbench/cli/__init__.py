@@ -8,6 +8,7 @@ import typer
 import workbench
 from workbench.cli.bench_commands import bench
 from workbench.cli.compare_command import compare_command
+from workbench.cli.doctor_command import doctor_command
 from workbench.cli.kernels_command import kernels_command
 from workbench.cli.model_commands import calibrate_command, predict_command
 from workbench.cli.notebook_commands import report_command, run_command
@@ -32,6 +33,7 @@ for name, command in (
     ("predict", predict_command),
     ("calibrate", calibrate_command),
     ("kernels", kernels_command),
+    ("doctor", doctor_command),
 ):
     app.command(name)(command)
 
