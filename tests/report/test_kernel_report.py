@@ -17,9 +17,11 @@ from workbench.report.kernel_report import (
 )
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests/bench"))
 
 
-def test_the_figure_shows_every_floor_that_is_not_bound_by_the_launch():
+def test_the_figure_shows_every_floor_that_is_not_bound_by_the_launch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no ledger
     table = kernel_table(KernelReportParameters(ep=8, targets=["sm_90a"]))
     assert set(SHOWN) <= set(table.columns)
     assert set(table["run"]) == {"not run on a GPU"}
@@ -58,3 +60,23 @@ def test_the_notebook_runs_strictly(tmp_path):
     nbformat.validate(nbformat.read(executed, as_version=4))
     (table,) = tmp_path.rglob("kernels.csv")
     assert set(pd.read_csv(table)["target"]) == {"sm_100a"}
+
+
+def test_a_measured_time_stands_where_the_ledger_has_one(tmp_path, monkeypatch):
+    """One op compiled; an entry of the device beside a later one that is simulated."""
+    import test_ledger
+    from workbench.kernels.ops import Sizes
+
+    from workbench.bench import kernel_table as compiled
+    from workbench.bench.ledger import write_entry
+    from workbench.report import kernel_report
+
+    rows = list(compiled.kernel_rows(Sizes(), ["sm_90a"], ["dispatch_w13"]))
+    monkeypatch.setattr(kernel_report, "kernel_rows", lambda *_: rows)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs/gpu"
+    write_entry(test_ledger.entry(**test_ledger.SIMULATED), folder)
+    p = KernelReportParameters(ep=Sizes().ep, targets=["sm_90a"])
+    assert list(kernel_table(p)["run"]) == ["not run on a GPU"]
+    write_entry(test_ledger.entry(), folder)
+    assert list(kernel_table(p)["run"]) == ["2,000.0 us, 50% of its floor (2026-12-03)"]

@@ -32,9 +32,10 @@ def kernels_command(
     Times are floors at the device's peaks (origin `predicted`). The first call compiles, which
     takes a minute or two.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from workbench.bench.kernel_table import kernel_rows
+    from workbench.bench.ledger import read_entries, run_text
     from workbench.kernels.aot import TARGETS
     from workbench.kernels.ops import Sizes
 
@@ -43,8 +44,11 @@ def kernels_command(
     if E % ep:
         raise InputError(f"ep={ep} must divide E={E}")
     sizes = Sizes(T=T, D=D, F=F, E=E, K=K, ep=ep)
+    ledger = read_entries()
     rows = (
-        row for row in kernel_rows(sizes, target or tuple(TARGETS), op, ptx) if row.main or helpers
+        replace(row, run=run_text(ledger, row.device, row.op, sizes)) if row.main else row
+        for row in kernel_rows(sizes, target or tuple(TARGETS), op, ptx)
+        if row.main or helpers
     )
     if as_json:
         for row in rows:

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 from pydantic import BaseModel, ConfigDict
 
 from workbench.bench.kernel_table import kernel_rows
+from workbench.bench.ledger import read_entries, run_text
 from workbench.errors import InputError
 from workbench.kernels.ops import Sizes
 from workbench.report.draw import LOG, add, grid, legend
@@ -44,11 +45,14 @@ class KernelReportParameters(BaseModel):
 
 
 def kernel_table(p: KernelReportParameters) -> pd.DataFrame:
-    """KernelRow's fields, one row per op's main kernel and target. Compiles; raises InputError."""
+    """KernelRow's fields, one row per op's main kernel and target; `run` is what the ledger has of
+    it. Compiles; raises InputError."""
     if p.ep < 1 or Sizes().E % p.ep:
         raise InputError(f"ep={p.ep} must divide E={Sizes().E}")
-    rows = kernel_rows(Sizes(ep=p.ep), p.targets)
-    return pd.DataFrame([asdict(row) for row in rows if row.main])
+    sizes, ledger = Sizes(ep=p.ep), read_entries()
+    rows = [row for row in kernel_rows(sizes, p.targets) if row.main]
+    runs = [run_text(ledger, row.device, row.op, sizes) for row in rows]
+    return pd.DataFrame([asdict(row) for row in rows]).assign(run=runs)
 
 
 def floors_figure(table: pd.DataFrame) -> go.Figure:
