@@ -17,10 +17,12 @@ GPU = "import pytest\n\n\n@pytest.mark.gpu\ndef test_gpu():\n    raise RuntimeEr
 
 
 def _pytest(folder: Path, *sources: str, ci: str, args: tuple[str, ...] = ()) -> tuple[int, str]:
-    """Exit code and output of a run under this project's own settings and conftest."""
+    """Exit code and output of a run under this project's own settings and conftest, and what that
+    imports."""
     shutil.copy(ROOT / "tests/conftest.py", folder)
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "tests").mkdir()
+    shutil.copy(ROOT / "tests/interpreter.py", folder / "tests")
     for index, source in enumerate(sources):
         (folder / "tests" / f"test_{index}.py").write_text(source)
     done = subprocess.run(
