@@ -36,7 +36,15 @@ KIND = "simulated"
 GPUS = "SIMULATED_GPUS"
 """Environment: devices of a host."""
 
-backend_registration._setup_privateuseone_for_python_backend(KIND)
+
+class _Backend(backend_registration._DummyBackendModule):  # type: ignore[misc]
+    """What torch asks of a backend wherever one is there, also where it is not used."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+backend_registration._setup_privateuseone_for_python_backend(KIND, backend_module=_Backend())
 
 
 class DeviceError(RuntimeError):

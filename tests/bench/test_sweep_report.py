@@ -126,7 +126,7 @@ def test_overhead_figures(monkeypatch):
 WRONG = {
     ("sweep", "lokal"): "matrix=lokal must be local or reference, or a YAML file",
     ("sweep", "reference", "--ranks=8"): "ep=16 must be at most ranks=8",
-    ("sweep", "--device=tpu"): "device='tpu' must be cpu or cuda",
+    ("sweep", "--device=tpu"): "device='tpu' must be one of cpu, cuda",
     ("sweep", "--windows=0"): "windows=0 must be an integer of at least 1",
     ("sweep", "--nnodes=2", "--rdzv=here"): "rdzv='here' must be HOST:PORT with nnodes=2",
     ("sweep", "--resume"): "holds no sweep to resume",
