@@ -59,6 +59,9 @@ def install(monkeypatch: pytest.MonkeyPatch, gpus: list[dict[str, Any]]) -> None
         info.cliqueId, info.state, info.status = one["clique"], one["state"], one["status"]
         return 0
 
+    def unsupported(one: dict[str, Any]) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
     for name, answer in {
         "nvmlInit": init,
         "nvmlShutdown": lambda: None,
@@ -67,5 +70,9 @@ def install(monkeypatch: pytest.MonkeyPatch, gpus: list[dict[str, Any]]) -> None
         "nvmlDeviceGetUUID": lambda one: one["uuid"],
         "nvmlDeviceGetMigMode": mig,
         "nvmlDeviceGetGpuFabricInfoV": fabric,
+        "nvmlDeviceGetClockInfo": lambda one, kind: {1: 1755, 2: 3201}[kind],
+        "nvmlDeviceGetTemperature": lambda one, sensor: 54,
+        "nvmlDeviceGetPowerUsage": unsupported,
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda one: 0x4 | 0x1,
     }.items():
         monkeypatch.setattr(pynvml, name, answer)

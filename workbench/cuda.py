@@ -9,11 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pynvml
+
 from workbench.domain import Fabric, read_fabric
 from workbench.errors import InputError
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 """Where the driver lists the GPUs, one entry each."""
+SLOWED = {
+    pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
+    pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
+    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature",
+    pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature (hardware)",
+    pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
+}
 REPLAYS = 10
 """Replays of a fresh graph before it is timed: the first uploads it."""
 
@@ -158,7 +167,22 @@ class Cuda:
         return CudaSymmetric(group)
 
     def telemetry(self) -> dict[str, Any] | None:
-        return None
+        """SM and memory clock in MHz, temperature in C, power in W, and what holds clocks down;
+        what the driver does not say is left out."""
+        import torch
+
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        named = f"GPU-{uuid.removeprefix('GPU-')}"
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return None
+        try:
+            return _telemetry(pynvml.nvmlDeviceGetHandleByUUID(named.encode()))
+        except pynvml.NVMLError:
+            return None
+        finally:
+            pynvml.nvmlShutdown()
 
 
 class CudaSymmetric:
@@ -214,6 +238,30 @@ class CudaSymmetric:
                     if int(pad[self._rank].cpu()):
                         late.append(peer)
         return late
+
+
+def _telemetry(handle: Any) -> dict[str, Any]:
+    asked: dict[str, Callable[[], Any]] = {
+        "clockMHz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        "memoryClockMHz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+        "temperatureC": lambda: pynvml.nvmlDeviceGetTemperature(
+            handle, pynvml.NVML_TEMPERATURE_GPU
+        ),
+        "powerW": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        "slowedBy": lambda: ", ".join(
+            slowed(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        ),
+    }
+    found = {}
+    for name, ask in asked.items():
+        with contextlib.suppress(pynvml.NVMLError):  # not said of this GPU, or not to this user
+            found[name] = ask()
+    return found
+
+
+def slowed(reasons: int) -> tuple[str, ...]:
+    """The words for NVML's mask of reasons that hold a clock down; an idle GPU's is none."""
+    return tuple(word for bit, word in SLOWED.items() if reasons & bit)
 
 
 @contextlib.contextmanager

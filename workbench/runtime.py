@@ -25,7 +25,8 @@ from workbench.extensions import added
 class Event(Protocol):
     """A mark in the device's stream."""
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        """Sets the mark behind all that is queued."""
 
     def done(self) -> bool:
         """Whether the device has come to the mark; does not wait."""
@@ -98,7 +99,8 @@ class Runtime(Protocol):
     def launch(self, where: Any, launches: Iterable[Any]) -> None:
         """Queues kernels (`kernels.device.Launch`) on torch device `where`, in order."""
 
-    def event(self) -> Event: ...
+    def event(self) -> Event:
+        """A new mark, not set yet."""
 
     def synchronize(self) -> None:
         """Returns when all that was queued is done."""
@@ -112,14 +114,15 @@ class Runtime(Protocol):
     def idle(self, ms: float) -> None:
         """Keeps the stream busy, so that what is queued behind runs without gaps."""
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        """Starts the count of `peak` anew."""
 
     def peak(self) -> tuple[int, int | None, str]:
         """(bytes handed out, bytes reserved or None, what they count) at most since `reset_peak`;
         without symmetric memory."""
 
     def symmetric(self, group: Any) -> Symmetric:
-        """For a `torch.distributed` group; collective."""
+        """For a `torch.distributed` group; local, `connect` is what meets the others."""
 
     def telemetry(self) -> dict[str, Any] | None:
         """Clocks, temperature and power as they are now, None where nobody knows."""
@@ -185,7 +188,7 @@ class Cpu:
         return _CpuEvent()
 
     def synchronize(self) -> None:
-        pass
+        """Nothing was queued."""
 
     def capture(self, steps: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
         raise InputError("graphs=True must not be asked for on device='cpu'")
@@ -194,7 +197,7 @@ class Cpu:
         return 0
 
     def idle(self, ms: float) -> None:
-        pass
+        """There is no stream to fill."""
 
     def reset_peak(self) -> None:
         try:

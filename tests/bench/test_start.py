@@ -11,11 +11,14 @@ import pytest
 from workbench import cuda
 from workbench.bench import launch as launching
 from workbench.bench import machine, matrix, sweep
+from workbench.bench.doctor import cuda_problem
 from workbench.bench.job import Folder, Job, Settings, TimingProtocol
 from workbench.bench.launch import Hosts, JobRun, run_jobs
 from workbench.bench.matrix import check_memory, load_matrix
+from workbench.bench.probe import HostFacts
 from workbench.bench.sweep import default_ranks, open_sweep
 from workbench.case import LOCAL_SHAPE, Case, local_matrix
+from workbench.domain import this_host
 from workbench.errors import InputError
 
 SETTINGS = Settings(protocol=TimingProtocol(warmups=0, windows=1, iterations=1))
@@ -38,6 +41,7 @@ def case(**given: object) -> Case:
 def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's list of GPUs with one entry."""
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    monkeypatch.setattr(sweep, "cuda_problem", lambda ranks, peers: None)
     monkeypatch.setattr(cuda, "GPUS", tmp_path / "gpus")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -53,12 +57,24 @@ def test_ranks_follow_the_device_that_is_used(tmp_path: Path) -> None:
     assert not (tmp_path / "cuda").exists()
 
 
-def test_a_host_without_gpus_has_no_ranks_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "GPUS", tmp_path / "none")
-    with pytest.raises(InputError, match="ep=1 must be at most ranks=0"):
-        open_sweep(tmp_path / "s", [case(ep=1)], settings=Settings(device="cuda"))
+def test_a_host_without_gpus_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """By the doctor's first check that fails, which says what to do."""
+    facts = HostFacts(here=this_host(), nvml_problem="NVML: not found")
+    with pytest.raises(InputError) as wanted:
+        raise InputError(cuda_problem(1, probe=lambda: facts))
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this host has a driver")
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench.cli", "sweep", "--device=cuda", f"--out={tmp_path}/s"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: device='cuda': driver=none must be loaded: NVML: ")
+    assert done.stderr.rstrip().endswith(str(wanted.value).partition("; ")[2])
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "s").exists()
 
 
 def test_the_environment_of_another_launcher_is_not_taken_over(

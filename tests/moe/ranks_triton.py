@@ -13,14 +13,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from layer_cases import NAMES, as_float64, random_config, run, workload
+from workbench.kernels.device import INTERPRET
 
 from workbench.moe.context import create_context
 from workbench.moe.groups.nvlink import NvlinkGroup
 from workbench.moe.groups.shared import SharedGroup
 from workbench.moe.oracle import relative_error
 
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.interpreter import list_names_once
+
 
 def main(kind: str, out: Path, seeds: list[int]) -> None:
+    if INTERPRET.value:
+        list_names_once()
     dist.init_process_group("gloo")
     if kind == "nvlink":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())

@@ -16,17 +16,11 @@ from importlib import metadata
 import pynvml
 from pydantic import TypeAdapter, ValidationError
 
+from workbench.cuda import slowed
 from workbench.domain import Fabric, read_fabric, this_host
 from workbench.errors import one_line
 
 LOOK_S, SYMMETRIC_S = 60.0, 60.0
-SLOWED = {
-    pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
-    pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
-    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature",
-    pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature (hardware)",
-    pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
-}
 LAUNCHER = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID")
 
 
@@ -163,11 +157,6 @@ def _gpu(index: int) -> Gpu:
         slowed=slowed(_or_0(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)),
         fabric=read_fabric(index),
     )
-
-
-def slowed(reasons: int) -> tuple[str, ...]:
-    """The words for NVML's mask of reasons that hold a clock down; an idle GPU's is none."""
-    return tuple(word for bit, word in SLOWED.items() if reasons & bit)
 
 
 def _or_0(ask: Callable[..., int], *arguments: object) -> int:

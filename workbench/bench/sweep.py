@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import workbench
+from workbench.bench.doctor import cuda_problem
 from workbench.bench.job import Folder, Job, Settings, as_dataclass
 from workbench.bench.launch import Ended, Hosts, JobRun, run_jobs
 from workbench.bench.machine import available_bytes
@@ -30,6 +31,7 @@ from workbench.files import read_json, write_atomic
 from workbench.records.record import make_record, read_record, write_record
 from workbench.records.schema import OwnRecord
 from workbench.runtime import find_runtime
+from workbench.systems import SYSTEMS
 
 LIMIT_S = 600.0
 NEXT = "next.json"
@@ -186,16 +188,16 @@ def run_sweep(sweep: Sweep, on_progress: Callable[[Progress], None] = lambda _: 
 def _check_runs(sweep: Sweep, ranks: int | None, elsewhere: bool) -> None:
     """Raises InputError where a case cannot run: for want of a pipeline, ranks or memory."""
     device, nnodes = sweep.settings.device, sweep.hosts.nnodes
-    runtime = find_runtime(device)
+    if device == "cuda" and not elsewhere:
+        each = max(case.ep for case in sweep.cases) // nnodes
+        peers = any(SYSTEMS[case.pipeline].peer_memory for case in sweep.cases)
+        if problem := cuda_problem(each, peers=peers):
+            raise InputError(problem)
     if ranks is None and not elsewhere:
         ranks = default_ranks(device) * nnodes
     if ranks is not None:
         check_ranks(sweep.cases, ranks, nnodes)
     check_pipelines(sweep.cases)
-    if not elsewhere:
-        most = max(case.ep for case in sweep.cases) // nnodes
-        if problem := runtime.problem(most):
-            raise InputError(f"device={device!r} {problem}")
     if device == "cpu" and not elsewhere:
         check_memory(sweep.cases, available_bytes(), nnodes)
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workbench.bench.doctor import ranks_problem, seen_here
 from workbench.bench.job import HUNG, LOST, UNWRITABLE, Folder, Job, Settings, read_job
 from workbench.bench.measure import measure_case
 from workbench.bench.torchrun import die_with_parent
@@ -86,22 +87,26 @@ def make_group(settings: Settings, timeout_s: float) -> tuple[CollectiveGroup, l
     """The widest group that the ranks can form, and the number of each rank's peer-access domain:
     peers' memory within one domain, collectives beyond. Selects this rank's device. Collective;
     InputError on every rank where one has no device to run on, or another one."""
-    runtime, label, fabric, problem = find_runtime(settings.device), "", None, None
+    runtime, number = find_runtime(settings.device), int(os.environ["LOCAL_RANK"])
+    label, fabric, seen, problem = "", None, None, None
     try:
         problem = runtime.problem(int(os.environ["LOCAL_WORLD_SIZE"]))
         if problem is None:
-            runtime.select(int(os.environ["LOCAL_RANK"]))
+            runtime.select(number)
             label, fabric = runtime.label(), runtime.fabric()
+            seen = seen_here(number) if settings.device == "cuda" else None
     except (InputError, RuntimeError) as error:  # torch raises the latter for what its driver says
         problem = str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (problem, label, fabric))
-    for rank, (found, name, _) in enumerate(everyone):
+    dist.all_gather_object(everyone, (problem, label, fabric, seen))
+    for rank, (found, name, *_) in enumerate(everyone):
         if found is not None:
             raise InputError(f"device={settings.device!r} {found} (rank {rank})")
         if name != everyone[0][1]:
             raise InputError(f"device={name!r} on rank {rank} must be {everyone[0][1]!r} as on 0")
-    numbers = domains([fabric for *_, fabric in everyone], settings.domain)
+    if seen is not None and (problem := ranks_problem([one for *_, one in everyone])):
+        raise InputError(problem)
+    numbers = domains([fabric for *_, fabric, _ in everyone], settings.domain)
     if len(set(numbers)) > 1:
         return CollectiveGroup(timeout_s=timeout_s, device=settings.device), numbers
     if settings.device == "cpu":

@@ -105,7 +105,7 @@ def sweep_command(
     * `workbench sweep --resume --out DIR` goes on with a sweep that was stopped, however it was.
 
     * `workbench sweep my.yaml --out DIR --nnodes 2 --rdzv node0:29400`, on each of two hosts with a
-    common DIR; `--slurm --nnodes 2` has SLURM do it.
+    common DIR; `--slurm` has SLURM do it on one node.
 
     * `workbench sweep local --out A --beside B --beside-env NAME=VALUE`, then `workbench compare A
     B`.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workbench.errors import InputError
+from workbench.moe.failures import PeerError
 from workbench.moe.groups.collective import CollectiveGroup
 from workbench.runtime import Runtime, find_runtime
 
@@ -64,15 +65,19 @@ class NvlinkGroup(CollectiveGroup):
 
     def _agreed(self, what: str, make: Callable[[], T]) -> T:
         """What `make` gives on this rank, if it gives something on every rank in time. MemoryError
-        or InputError with the first rank that it does not, the same on all; PeerError where a rank
-        is not heard of."""
-        made, problem = _in_time(make, self.timeout_s, self.runtime, self.device)
+        or InputError with the first rank that it does not, the same on all; PeerError where there
+        is no end on a rank, or one is not heard of."""
+        # half the time: peers that failed at once wait for this one in what follows
+        made, problem = _in_time(make, self.timeout_s / 2, self.runtime, self.device)
         problems = self.gather_objects(problem)
         for rank, found in enumerate(problems):
             if found is not None:
                 made = None  # freed here, whoever keeps the traceback
                 kind, text = found
                 text = f"rank {rank}: {what} failed: {text}"
+                if kind == "TimeoutError":
+                    self.abort(text)
+                    raise PeerError(text)
                 raise MemoryError(text) if kind == "MemoryError" else InputError(text)
         return made
 
@@ -82,7 +87,7 @@ def _in_time(
 ) -> tuple[Any, tuple[str, str] | None]:
     """What `make` gives, or the kind and text of why it does not; on a thread, as one that hangs
     (a rendezvous with a rank that failed does) cannot be ended."""
-    found: list[Any] = [None, ("TimeoutError", f"no end within timeout_s={limit_s:g}")]
+    found: list[Any] = [None, ("TimeoutError", f"no end within {limit_s:g} s")]
 
     def run() -> None:
         try:
