@@ -20,7 +20,7 @@ test: $(VENV)/.test $(VENV)/.browser
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q --durations=10 --numprocesses 2 --dist loadfile
+	$(PY) -m pytest -q --durations=10 --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lab: $(VENV)/.run
 	$(VENV)/bin/jupyter lab notebooks/00_index.ipynb \
